@@ -1,8 +1,6 @@
-"""Nothing untyped leaves the package: a fault of its own becomes an :class:`~ecornn.errors.InternalError`.
-
-Public functions have the decorator :func:`public`. Calls that take microseconds have a ``try`` of their own, which
-costs nothing, and :func:`refuse_untyped` behind it.
-"""
+"""Nothing untyped leaves the package: a fault of its own becomes an :class:`~ecornn.errors.InternalError`. Public
+functions have the decorator :func:`public`. Calls that take microseconds have a ``try`` of their own, which costs
+nothing, and :func:`refuse_untyped` behind it."""
 
 from __future__ import annotations
 

@@ -60,11 +60,9 @@ OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each.
-
-    Returns y (T, B, H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises
-    :class:`CellError` for an operation that is not known here.
-    """
+    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each. Returns y (T, B,
+    H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises :class:`CellError` for an
+    operation that is not known here."""
     now, rows = tuple(np.asarray(s, np.float64) for s in states), np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
@@ -225,10 +223,8 @@ class Step:
 
 
 def reduced(name: str, body: Reduce) -> tuple[Expr | None, Expr]:
-    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces.
-
-    Raises :class:`CellError` for what is neither a sum nor a maximum, or has a condition.
-    """
+    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces. Raises
+    :class:`CellError` for what is neither a sum nor a maximum, or has a condition."""
     n, combiner = body.value_index, body.combiner
     result = combiner.result[n]
     sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")

@@ -60,10 +60,9 @@ class LayerSpec:
     def workload(self) -> Workload:
         """One sequence of it; in a stack, of the first layer."""
         input = self.hidden if self.input is None else self.input
-        weights = None if self.weights == self.dtype else self.weights
-        precision = None if self.precision == "exact" else self.precision
-        whole = Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype, weights,
-                         precision)
+        whole = Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype,
+                         None if self.weights == self.dtype else self.weights,
+                         None if self.precision == "exact" else self.precision)
         if self.layers != 1 and len(outputs := self.loaded.output_names()) > 1:
             raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has outputs {', '.join(outputs)}"
                                 ", of which nobody can say what the next layer sees")

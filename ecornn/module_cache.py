@@ -35,11 +35,9 @@ _told: list[str] = []
 
 
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
-    """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``.
-
-    Says on stderr, through the logger ``ecornn``, when a process first compiles something: it takes seconds. Raises
-    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there.
-    """
+    """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``. The logger
+    ``ecornn`` says when a process first compiles something: it takes seconds. Raises
+    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there."""
     if (ahead := find(layer, target, config)) is not None:
         return _remembered(ahead)
     if importlib.util.find_spec("tvm") is None:
@@ -66,8 +64,7 @@ def known(layer: LayerSpec, target: str) -> bool:
     """True where the module is in a folder or the cache already."""
     from ecornn.build import cache
 
-    return (find(layer, target) is not None
-            or cache.file_of("layer", _parts(layer, target, None)) is not None)
+    return find(layer, target) is not None or cache.file_of("layer", _parts(layer, target, None)) is not None
 
 
 def get_ready() -> None:
@@ -78,11 +75,8 @@ def get_ready() -> None:
 
 
 def found(layer: LayerSpec, target: str) -> Module | None:
-    """The module from a folder or the cache; None where it is in neither.
-
-    Takes some milliseconds of Python's time, which the first calls of a program do not have meanwhile: little is
-    imported.
-    """
+    """The module from a folder or the cache; None where it is in neither. Takes some milliseconds of Python's time,
+    which the first calls of a program do not have meanwhile: little is imported."""
     if (ahead := find(layer, target)) is not None:
         return ahead
     from ecornn.build import cache
@@ -146,10 +140,8 @@ def _code() -> bytes:
 # -- folders of modules -------------------------------------------------------------------------
 def find(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module | None:
     """The module of the least batch that serves a layer for ``cpu`` or ``cuda`` on this machine; with ``config``, which
-    has no products of pairs, one for infinite weights. None where there is none.
-
-    Raises :class:`~ecornn.errors.ModuleError` for a folder that is missing and a file in it that cannot be loaded.
-    """
+    has no products of pairs, one for infinite weights. None where there is none. Raises
+    :class:`~ecornn.errors.ModuleError` for a folder that is missing and a file in it that cannot be loaded."""
     serving = [m for folder in _folders() for m in _modules(folder, _state(folder))
              if _is(m.manifest, layer, target, finite=not config) and _runs_here(m.manifest)]
     # one that does not train before one that does, whose kernels may be others

@@ -187,10 +187,8 @@ def _normal_in_parts(values: Array, gates: int, gain: Array | None = None) -> Ar
 
 
 def _lstm(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] = ()) -> States:
-    """Gates i, f, g, o. Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000.
-
-    With ``gains`` LN(R h) and LN(c'); ``wx`` has LN(W x) then. Ba et al. 2016, supplement.
-    """
+    """Gates i, f, g, o. Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000. With ``gains`` LN(R h) and
+    LN(c'); ``wx`` has LN(W x) then. Ba et al. 2016, supplement."""
     h, c = states
     i, f, g, o = np.split(wx + _normal_in_parts(h @ r.T, 4, *gains[:1]) + b, 4, axis=1)
     c = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
@@ -198,10 +196,8 @@ def _lstm(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] 
 
 
 def _gru(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] = ()) -> States:
-    """Gates r, z, n; the reset gate scales the finished product R_n h + b_n.
-
-    With ``gains`` LN(R h); ``wx`` has LN(W x) then. Ba et al. 2016, supplement.
-    """
+    """Gates r, z, n; the reset gate scales the finished product R_n h + b_n. With ``gains`` LN(R h); ``wx`` has LN(W x)
+    then. Ba et al. 2016, supplement."""
     (h,) = states
     xr, xz, xn = np.split(wx, 3, axis=1)
     hr, hz, hn = np.split(_normal_in_parts(h @ r.T, 3, *gains) + b, 3, axis=1)

@@ -1,9 +1,6 @@
-"""Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order.
-
-A program is everything that is needed to build a module file: the host code that carries it out
-is generated from it (``ecornn/build/host_cuda.py``), and its manifest tells the loader how to pack
-weights and how much workspace a call needs.
-"""
+"""Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order. A
+module file is built from it: host code that carries it out (``ecornn/build/host_cuda.py``), and a manifest, by which
+the loader packs weights and knows how much workspace a call needs."""
 
 from __future__ import annotations
 
@@ -31,11 +28,9 @@ FINITE = {"pairs", "scale", "int16_scale", "int21_scale"}  # an infinite weight 
 EARLIER, LATER = 1 << 30, 1 << 29
 PIECES_APART = 2
 
-
 # Roles of buffers: those that a caller passes in, those that a call writes for the caller, those that forward writes
 # for backward to read, weights as kernels read them, and memory whose contents are undefined before a call.
 ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
-
 
 RUN, FORWARD, BACKWARD = "run", "forward", "backward"
 _ALL = RUN, FORWARD, BACKWARD
@@ -114,17 +109,16 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The recipe of a packed weight buffer, by which ``bind`` makes it once from the cell's parameters.
 
-    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a
-    matrix, (H,) for a vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the
-    parameter as PyTorch has it), padded at the end with zeros to
-    ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type;
-    ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
-    scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a row's largest magnitude /
-    127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and ``int21_scale``, see
-    ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or below the mean
-    magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows as ``split`` has
-    them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one with the
-    opposite sign.
+    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a matrix, (H,) for a
+    vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the parameter as PyTorch has
+    it), padded at the end with zeros to ``pad``, reshaped to ``split``, transposed by ``order`` and stored as
+    ``dtype``: a floating-point type; ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last
+    axis of ``pad``) divided by its scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a
+    row's largest magnitude / 127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and
+    ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or
+    below the mean magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows
+    as ``split`` has them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one
+    with the opposite sign.
     """
 
     sources: tuple[Source, ...]
@@ -190,9 +184,9 @@ class Fill:
 class Launch:
     """One kernel launch.
 
-    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
-    name, or one of the scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry
-    that takes ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32.
+    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own name, or one of the
+    scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry that takes
+    ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32.
 
     ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
     ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
@@ -355,10 +349,8 @@ class Program:
 
 
 def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str) -> Call:
-    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name.
-
-    It and :func:`every` are the only walks over calls; a kind that they do not know is an error.
-    """
+    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name. It
+    and :func:`every` are the only walks over calls; a kind that they do not know is an error."""
     def inside(calls: Iterable[Call]) -> tuple[Any, ...]:
         return tuple(mapped(one, leaf, name) for one in calls)
 
@@ -427,9 +419,7 @@ def packed_for_left_out(program: Program) -> tuple[str, ...]:
 def leaves_out(program: Program) -> tuple[str, ...]:
     """The tensors that a call of ``backward`` may have null for: those that only launches make which are left out
     then."""
-    if BACKWARD not in program.entries:
-        return ()
     states = {b.name for b in program.buffers if b.tensor == "dstate_in"}
-    makers = [one for one in launches(program.entries[BACKWARD].calls)
-            if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
+    makers = [one for one in launches(program.entries[BACKWARD].calls if BACKWARD in program.entries else ())
+              if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
     return ("dstate_in",) if makers and all(one.wanted for one in makers) else ()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ class WeightFile(Mapping[str, Any]):
         kind = self.path.suffix.lower()
         if kind != ".safetensors" and kind not in CHECKPOINTS:
             raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
-        read = _safetensors if kind == ".safetensors" else _checkpoint
-        every = read(self.path)
+        every = _safetensors(self.path) if kind == ".safetensors" else _checkpoint(self.path)
         self._tensors = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
         if not self._tensors:
             layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
@@ -62,8 +62,6 @@ class WeightFile(Mapping[str, Any]):
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
-    from functools import partial
-
     package = _package(path)
     try:
         file = package.safe_open(path, framework="numpy")
@@ -95,8 +93,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     try:
         import torch
     except ImportError as error:
-        raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a "
-                            "*.safetensors file") from error
+        raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a *.safetensors file"
+                            ) from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of damaged bytes an unpickler raises whatever they lead to
@@ -106,8 +104,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     every, place = _tensors(content, torch.Tensor), _place(path, content, torch.Tensor)
     if not every:
         raise ArgumentError("weights", str(path), f"a checkpoint with tensors; its keys are {_some(map(str, content))}")
-    outside = {name: value for name, value in every.items() if not name.startswith(place)}
-    return outside | {name.removeprefix(place): value for name, value in every.items() if name.startswith(place)}
+    inside = {name.removeprefix(place): value for name, value in every.items() if name.startswith(place)}
+    return {name: value for name, value in every.items() if not name.startswith(place)} | inside
 
 
 def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
@@ -148,14 +146,12 @@ def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
 def _some(names: Iterable[str]) -> str:
     """The first names."""
     first = [*names]
-    return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") if first else "none"
+    return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") or "none"
 
 
 def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """``hidden``, ``input``, ``layers`` and ``bidirectional`` of a layer's weights by PyTorch's names.
-
-    Raises :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing.
-    """
+    """``hidden``, ``input``, ``layers`` and ``bidirectional`` of a layer's weights by PyTorch's names. Raises
+    :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing."""
     for name in ("weight_ih_l0", "weight_hh_l0"):
         if name not in weights:
             raise WeightsError(f"there is no {name} among the weights: {', '.join(weights) or 'there are none'}; "
@@ -176,11 +172,8 @@ def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
 
 
 def check_place(path: Path) -> None:
-    """Checks that :func:`save` can write a file, before the work is done.
-
-    Raises :class:`ArgumentError` where ``path`` is there and :func:`save` did not write it, or safetensors is not
-    installed.
-    """
+    """Checks that :func:`save` can write a file, before the work is done. Raises :class:`ArgumentError` where ``path``
+    is there and :func:`save` did not write it, or safetensors is not installed."""
     package = _package(path)
     said: Mapping[str, str] = {}
     if path.is_file():

@@ -19,6 +19,11 @@ PRECISIONS = ("exact", "tf32")
 KEEPS = ("states", "gates")
 
 
+def _check_count(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ArgumentError(name, value, f"an integer from 1 to {most}")
+
+
 def summed(dtype: str) -> str:
     """The data type that a layer of ``dtype`` adds up in, and that of the gradients of its weights."""
     return "float64" if dtype == "float64" else "float32"
@@ -35,9 +40,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype : ``float32``, ``float16``, ``bfloat16`` or ``float64``; of x, y, the states and, unless ``weights`` says
         otherwise, the weights
     weights : None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or ``int16``,
-    by the
-        largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16 and bfloat16:
-        ``int8``, of recurrent matrices alone
+        by the largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16 and
+        bfloat16: ``int8``, of recurrent matrices alone
     precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
         mantissa), sums stay float32 (CUDA)
     entry : unset, which is not written: the sequence itself; ``backward``: the recurrence of its adjoint
@@ -55,9 +59,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in ("hidden", "input", "batch", "seq"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20:
-                raise ArgumentError(name, value, "an integer from 1 to 1048576")
+            _check_count(name, getattr(self, name), 1 << 20)
         if self.dtype not in DTYPES:
             raise DTypeError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.weights is not None and (self.weights not in WEIGHTS or self.weights == self.dtype):
@@ -182,16 +184,15 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep not in KEEPS:
             raise ArgumentError("keep", self.keep, f"None or one of {', '.join(KEEPS)}")
-        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= 1024:
-            raise ArgumentError("layers", self.layers, "an integer from 1 to 1024")
+        _check_count("layers", self.layers, 1024)
         for name in ("bidirectional", "lengths", "resets", "reverse", "sequences"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "True or False")
         if self.reverse and self.bidirectional:
             raise ArgumentError("reverse", True, "False with bidirectional=True, which goes both ways")
         if self.sequences and (self.lengths or self.resets):
-            raise ArgumentError("sequences", True, "False with lengths=True or resets=True: it says where rows "
-                                "end and start")
+            raise ArgumentError("sequences", True, "False with lengths=True or resets=True: it says where rows end and "
+                                "start")
 
     @property
     def directions(self) -> int:
@@ -207,25 +208,19 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The sequences in the order in which they run; ``whole`` has the input size of the first layer."""
         parts: list[Part] = []
         for layer in range(self.layers):
-            inputs = whole.input if layer == 0 else self.directions * whole.hidden
-            work = msgspec.structs.replace(whole, input=inputs)
+            work = msgspec.structs.replace(whole, input=self.directions * whole.hidden) if layer else whole
             for reverse in (False, True) if self.bidirectional else (self.reverse,):
-                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences,
-                                      self.keep)
+                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences, self.keep)
                 parts.append(Part(len(parts), layer, traversal, work))
         return tuple(parts)
 
     def __str__(self) -> str:
-        words = [f"{self.layers} layers"] if self.layers > 1 else []
-        flags = ("bidirectional", "reverse", "lengths", "resets", "sequences")
-        words += [name for name in flags if getattr(self, name)]
-        words += ["training"] if self.keep else []
-        return ", ".join(words)
+        words = {f"{self.layers} layers": self.layers > 1, "bidirectional": self.bidirectional, "reverse": self.reverse,
+                 "lengths": self.lengths, "resets": self.resets, "sequences": self.sequences, "training": self.keep}
+        return ", ".join(word for word, holds in words.items() if holds)
 
 
 SINGLE = Stack()
-
-
 OVERLAPS = ("directions", "wavefront")
 
 

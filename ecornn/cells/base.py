@@ -1,8 +1,7 @@
 """A cell: its states, its parameters and one step, as TVM tensor expressions.
 
-A cell is the only place that knows its own formula. Analysis, schedules, tuner and runtime
-work on the tensor-expression graph that :meth:`Cell.step` returns, so a cell written by a user
-gets everything that the built-in ones get::
+A cell is the only place that knows its own formula. Analysis, schedules, tuner and runtime work on the
+tensor-expression graph that :meth:`Cell.step` returns, so a cell written by a user gets all that built-in ones get::
 
     class MinimalGatedUnit(Cell):
         name = "mgu"
@@ -125,9 +124,7 @@ class Cell(ABC):
 
     def output_names(self) -> tuple[str, ...]:
         """Names of the outputs: of states, or of tensors that ``step`` returns behind these."""
-        if isinstance(self.output, str):
-            return (self.output or self.states[0],)
-        return tuple(self.output)
+        return (self.output or self.states[0],) if isinstance(self.output, str) else tuple(self.output)
 
     def returned_names(self) -> tuple[str, ...]:
         """Names of all that ``step`` returns, in order."""
@@ -175,14 +172,13 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
     chosen = range(int(weight.shape[0])) if gates is None else gates
     if not isinstance(chosen, Sequence) or not all(isinstance(g, int) for g in chosen):
         raise CellError(f"product(..., gates={gates!r}): gates must be an integer, or a sequence of integers")
-    if not len(chosen):
+    if not (count := len(chosen)):
         raise CellError("product(..., gates=[]): there must be one gate at least")
-    first, count = chosen[0], len(chosen)
+    first = chosen[0]
     if list(chosen) != list(range(first, first + count)):
         raise CellError(f"product(..., gates={list(chosen)}): gates must be consecutive")
-    return te.compute(
-        (batch, count, hidden),
-        lambda b, g, j: te.sum(source[b, at(j)] * weight[g + first, j, k], axis=k), name=name)
+    return te.compute((batch, count, hidden),
+                      lambda b, g, j: te.sum(source[b, at(j)] * weight[g + first, j, k], axis=k), name=name)
 
 
 def _head_size(source: Tensor, weight: Tensor, heads: int) -> Any:
@@ -247,7 +243,9 @@ def largest(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
     """The maximum (B,) of each batch row of ``source``, (B, H), or over all gates together of (B, G, H). With
     ``groups`` it is (B, H): at each unit that of its own group of H / groups units, one behind the other. Its gradient
     is shared among all values that are the maximum, as of PyTorch's ``amax``."""
-    return _largest(source, name or f"{source.op.name}_largest", {}, groups)
+    from tvm import te
+
+    return _reduced(source, te.max, lambda value: value, name or f"{source.op.name}_largest", groups)
 
 
 def softmax(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
@@ -264,7 +262,7 @@ def softmax(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
         raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product with one gate's "
                         f"number, not one with {len(source.shape)} axes")
     name = name or f"{source.op.name}_softmax"
-    shift = _largest(source, f"{name}_shift", {SHIFT: 1}, groups)
+    shift = _reduced(source, te.max, lambda value: value, f"{name}_shift", groups, {SHIFT: 1})
     power = te.compute(source.shape, lambda *at: te.exp(source[at] - _own(shift, at)), name=f"{name}_exp")
     total = _reduced(power, te.sum, lambda value: value, f"{name}_sum", groups)
     return te.compute(source.shape, lambda *at: power[at] / _own(total, at), name=name)
@@ -282,12 +280,6 @@ def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
 def _own(value: Tensor, at: Sequence[Var]) -> Expr:
     """The element of ``value``, (B,) of rows or (B, H) of groups, that a unit reads."""
     return value[at[0]] if len(value.shape) == 1 else value[at[0], at[-1]]
-
-
-def _largest(source: Tensor, name: str, attributes: dict[str, int], groups: int) -> Tensor:
-    from tvm import te
-
-    return _reduced(source, te.max, lambda value: value, name, groups, attributes)
 
 
 def _mean(source: Tensor, function: Callable[[Expr], Expr], name: str, groups: int) -> Tensor:

@@ -83,9 +83,8 @@ class LSTM(Optioned):
                 return tirx.const(1.0, "float32") - squash(seen(b, 0, j, c, 0))
             return squash(seen(b, 1, j, c, 1))
 
-        cell = pointwise(lambda b, j: within(
-            forget(b, j) * c[b, j] + squash(seen(b, 0, j, c, 0)) * new(self.clipped(gate[b, 2, j])),
-            o["clip_state"]), c, "cell")
+        cell = pointwise(lambda b, j: within(forget(b, j) * c[b, j] + squash(seen(b, 0, j, c, 0)) * new(
+            self.clipped(gate[b, 2, j])), o["clip_state"]), c, "cell")
         shown = normalized(cell) if o["layer_norm"] else cell
 
         def visible(b, j):

@@ -19,10 +19,7 @@ def derives(cell: Cell) -> bool:
 
 
 def learned_shapes(cell: Cell, input: int, hidden: int) -> dict[str, Shape]:
-    """Shapes of the arrays that are learned, as the cell gives them.
-
-    Raises :class:`~ecornn.errors.CellError` where they are none.
-    """
+    """Shapes of the arrays that are learned, as the cell gives them; :class:`CellError` where they are none."""
     try:
         shapes = {name: tuple(shape) for name, shape in cell.learned(input, hidden).items()}
     except Exception as error:  # the user's own code raises what it likes
@@ -41,10 +38,7 @@ def flat_shape(shape: Shape) -> Shape:
 
 def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int) -> Arrays:
     """The parameters that the cell's step reads, from the ``given`` arrays that it learned: arrays of one framework by
-    name, in te shape.
-
-    Raises :class:`~ecornn.errors.CellError` where the cell's ``derived`` fails, or makes something else.
-    """
+    name, in te shape. Raises :class:`CellError` where the cell's ``derived`` fails, or makes something else."""
     wanted = {name: tuple(shape) for name, shape in cell.parameters(input, hidden).items()}
     if not derives(cell):
         return {name: given[name] for name in wanted}
@@ -83,9 +77,8 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
     """
     if isinstance(cell, str) or not derives(cell):
         return dict(weights)
-    left, bound = dict(weights), {}
+    left, bound, layer = dict(weights), {}, 0
     ends = (False, True)[:1 + any(name.endswith("_reverse") for name in weights)]
-    layer = 0
     while layer == 0 or left:
         for second in ends:
             width, learned = len(ends) * hidden if layer else input, {}

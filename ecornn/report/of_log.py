@@ -109,11 +109,9 @@ class AtValue:
 
 @dataclass(frozen=True)
 class Effect:
-    """A knob of the best's schedule.
-
-    ``share`` of the variance of log times that its values alone explain (between values / total); ``importance``: its
-    share of what the trees of the cost model gain, None without one; ``trades``: the schedule's own line about it.
-    """
+    """A knob of the best's schedule. ``share`` of the variance of log times that its values alone explain (between
+    values / total); ``importance``: its share of what the trees of the cost model gain, None without one; ``trades``:
+    the schedule's own line about it."""
 
     knob: str
     share: float

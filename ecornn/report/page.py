@@ -101,11 +101,9 @@ def plots(best: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str
 
 
 def rooflines(best: list[Layer]) -> list[tuple[str, str]]:
-    """A picture for each device and arithmetic that has a few layers, and whose rates are known.
-
-    Operations a byte are those of a step for each byte of recurrent weights: a kernel that reads these in every step
-    cannot be above the line of the memory that they come from.
-    """
+    """A picture for each device and arithmetic that has a few layers, and whose rates are known. Operations a byte are
+    those of a step for each byte of recurrent weights: a kernel that reads these in every step cannot be above the line
+    of the memory that they come from."""
     groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for one in best:
         trial, work = one.trial, one.trial.workload

@@ -1,8 +1,6 @@
-"""Pictures as inline SVG, coloured by the page's style, so that they follow light and dark.
-
-All text goes through :func:`text`, which escapes it: names in a log are anybody's. A picture is as wide as a phone, so
-that its words can be read there; elsewhere the page makes it a little larger.
-"""
+"""Pictures as inline SVG, coloured by the page's style, so that they follow light and dark. All text goes through
+:func:`text`, which escapes it: names in a log are anybody's. A picture is as wide as a phone, so that its words can be
+read there; elsewhere the page makes it a little larger."""
 
 from __future__ import annotations
 
