@@ -35,7 +35,8 @@ def public(function: F) -> F:
         except Exception as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:  # else its caller gave what the function does not take
-                refuse_untyped(error, lambda: call_text(function, args, kwargs))
+                refuse_untyped(error, lambda: f"{function.__module__}.{function.__qualname__}(" + ", ".join(
+                    [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]) + ")")
             raise
 
     return boundary  # type: ignore[return-value]
@@ -75,12 +76,6 @@ def versions() -> str:
             except PackageNotFoundError:  # a checkout that is not installed
                 said.append(f"{name} of unknown version")
     return ", ".join((*said, f"Python {platform.python_version()}", platform.platform()))
-
-
-def call_text(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A call as it is written, arrays by type and shape."""
-    given = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]
-    return f"{function.__module__}.{function.__qualname__}({', '.join(given)})"
 
 
 def shown(value: object) -> str:

@@ -7,21 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataType:
-    """One data type of x, y, states and weights.
+    """One data type of x, y, states and weights."""
 
-    Attributes
-    ----------
-    code, bits : as DLPack describes it (DLDataTypeCode)
-    devices : kinds of devices that serve it
-    tolerance : the relative error ||y - reference|| / ||reference|| that an output may have
-    gradients : the same of the recurrence of an adjoint; None: no such recurrence is tuned
-    """
-
-    code: int
+    code: int  # DLPack's DLDataTypeCode
     bits: int
-    devices: tuple[str, ...]
-    tolerance: float
-    gradients: float | None = None
+    devices: tuple[str, ...]  # the kinds that serve it
+    tolerance: float  # the relative error ||y - reference|| / ||reference|| that an output may have
+    gradients: float | None = None  # the same of the recurrence of an adjoint; None: no such recurrence is tuned
 
 
 # Tolerances. float32: a few roundings of a long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice

@@ -27,32 +27,26 @@ if TYPE_CHECKING:
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """A step in numbers, as the analysis has it.
-
-    ``travels``: states, or what is computed of them, that other units multiply or sum, a list for each exchange of the
-    step; ``stays``: states that do not. ``hoisted``: products of x, done for all steps at once; ``products``: the
-    others. ``multiplications`` of a step of all rows, hoisted ones not counted.
-    """
+    """A step in numbers, as the analysis has it."""
 
     states: list[str]
     output: str
-    hoisted: int
-    products: int
+    hoisted: int  # products of x, done for all steps at once
+    products: int  # the others
     statistics: int
-    travels: list[list[str]]
-    stays: list[str]
+    travels: list[list[str]]  # states, or what is computed of them, that other units need, a list for each exchange
+    stays: list[str]  # states that no other unit needs
     weights: int
     weight_bytes: int
-    multiplications: int
+    multiplications: int  # of a step of all rows, hoisted ones not counted
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A schedule for the device: ``refuses`` is its reason where it does not serve the layer; ``expected_us`` the time
-    that is expected of a step of its default, None where nobody can say."""
+    """A schedule for the device."""
 
     schedule: str
-    refuses: str | None
-    expected_us: float | None
+    refuses: str | None  # why it does not serve the layer
+    expected_us: float | None  # of a step of its default; None where nobody can say
     chosen: bool
 
 
@@ -85,10 +79,7 @@ class Part(msgspec.Struct, frozen=True):
     """Sequences of a layer that are alike, or the backward pass of these (``entry``).
 
     ``chip``: the configuration's blocks, threads of a block, registers of a thread and bytes of shared memory of a
-    block, by the names of :data:`CHIP`; on a CPU threads and bytes of weights of each. ``expected_us``: by the
-    schedule's own estimate, None where it has none; ``stages_us``: the parts of that, but for work beside the
-    recurrence. ``held_bytes``: places of a block's recurrent weights while steps go by -> bytes. ``sequence_us``: of
-    all T steps, by the record, or else the estimate.
+    block, by the names of :data:`CHIP`; on a CPU threads and bytes of weights of each.
     """
 
     labels: list[str]
@@ -101,15 +92,15 @@ class Part(msgspec.Struct, frozen=True):
     why: str
     record: RecordUsed | None
     chip: dict[str, float]
-    expected_us: float | None
+    expected_us: float | None  # by the schedule's own estimate, where it has one
     floor: FloorTerms | None
-    sequence_us: float | None
-    stages_us: dict[str, float]
-    held_bytes: dict[str, int]
+    sequence_us: float | None  # of all T steps, by the record, or else the estimate
+    stages_us: dict[str, float]  # the parts of the estimate, but for work beside the recurrence
+    held_bytes: dict[str, int]  # places of a block's recurrent weights while steps go by -> bytes
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """An explanation of a layer on a device; ``no_floor`` says why no part has a floor."""
+    """An explanation of a layer on a device."""
 
     layer: str
     stack: str
@@ -118,11 +109,10 @@ class Explanation(msgspec.Struct, frozen=True):
     arch: str
     cores: int
     parts: list[Part]
-    no_floor: str | None
+    no_floor: str | None  # why no part has a floor
 
 
-# Features of schedules that say what a configuration takes on the chip -> their names in a :class:`Part`; and these in
-# words, behind a number, for those that people are shown.
+# Features of schedules that say what a configuration takes on the chip -> their names in a Part; and these in words
 CHIP = {"blocks": "blocks", "threads": "threads", "registers": "registers", "shared": "shared_bytes",
         "streamed": "streamed_weights", "thread_weight_bytes": "weight_bytes_of_a_thread"}
 ON_A_CPU = {"threads": "threads_of_a_call"}

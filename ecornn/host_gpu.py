@@ -38,10 +38,10 @@ def detect(index: int = 0) -> Device | None:
                   attribute(_CORES), attribute(_SHARED), attribute(_REGISTERS), attribute(_L2), memory.value)
 
 
-def clocks(index: int = 0) -> tuple[int, int]:
-    """Highest clocks of a GPU's multiprocessors and of its memory, MHz; 0 where unknown."""
+def clocks() -> tuple[int, int]:
+    """Highest clocks of the first GPU's multiprocessors and of its memory, MHz; 0 where unknown."""
     driver, handle, khz = _open("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
-    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), index) != 0:
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), 0) != 0:
         return 0, 0
     mhz = []
     for number in (_CLOCK, _MEMORY_CLOCK):

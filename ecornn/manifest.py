@@ -26,36 +26,30 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything the loader needs besides machine code.
+    """Everything the loader needs besides machine code. What there is none of is unset; ``together``, ``dx_in`` and
+    ``in_place`` are those of the program."""
 
-    ``entries`` has for each function of the module the names of the buffers whose pointers it takes, in order.
-    ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or knobs of their own,
-    ``schedule`` names each once, and ``config`` is of the first part. ``together``, ``dx_in`` and ``in_place`` are the
-    program's. ``inputs`` are names of sequences beside x, of which rows of x have H values each behind the I of x, in
-    this order: the workload's input size counts all. ``optional`` are tensors that a call of ``backward`` may have null
-    for, and ``packed_for_optional`` the packed buffers that such a call does not read. ``output`` is the name of y;
-    ``outputs``, unset where there is one, are the names of several, of each of which rows of y have H values, in this
-    order, of one direction after the other. What there is none of is unset.
-    """
-
-    workload: Workload
+    workload: Workload  # with the input size of the first layer
     device: Device
-    schedule: str
-    config: dict[str, int | str | bool]
+    schedule: str  # where the parts of a stack have schedules of their own, each once
+    config: dict[str, int | str | bool]  # of the first part
     provenance: str  # which record was used and why, in one line
     states: tuple[str, ...]
-    output: str
+    output: str  # the name of y
     parameters: tuple[Parameter, ...]
     buffers: tuple[Buffer, ...]
-    entries: dict[str, tuple[str, ...]]
+    entries: dict[str, tuple[str, ...]]  # function -> names of the buffers whose pointers it takes, in order
     versions: dict[str, str]
     format: int = FORMAT
     stack: Stack = SINGLE
     overlap: Overlap = SERIAL
     together: int = 1
+    # sequences beside x: rows of x have H values of each behind its I, in this order; the workload's input counts all
     inputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    # tensors that a call of `backward` may have null for, and the packed buffers that such a call does not read
     optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     packed_for_optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    # several names of y: its rows have H values of each, in this order, of one direction after the other
     outputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     dx_in: str | msgspec.UnsetType = msgspec.UNSET
     in_place: dict[str, str] | msgspec.UnsetType = msgspec.UNSET

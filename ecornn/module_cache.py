@@ -14,17 +14,19 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from ecornn import host_cpu, host_gpu
 from ecornn.boundary import public
+from ecornn.build import cache, link, nvcc
 from ecornn.errors import EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
-from ecornn.manifest import Manifest
+from ecornn.manifest import Manifest, versions
 from ecornn.program import FINITE
 from ecornn.runtime.loader import Module, check_host, from_bytes, load
 
@@ -45,7 +47,6 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
         raise ModuleError(f"there is no TVM here to compile {layer.workload}, and no module of it in {VARIABLE} "
                           f"({places}): call ecornn.torch.save_modules(folder) where there is one, after such a call")
     from ecornn import compiler
-    from ecornn.build import cache
 
     def make() -> bytes:
         if not _told:
@@ -62,8 +63,6 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
 
 def known(layer: LayerSpec, target: str) -> bool:
     """True where the module is in a folder or the cache already."""
-    from ecornn.build import cache
-
     return find(layer, target) is not None or cache.file_of("layer", _parts(layer, target, None)) is not None
 
 
@@ -79,15 +78,11 @@ def found(layer: LayerSpec, target: str) -> Module | None:
     which the first calls of a program do not have meanwhile: little is imported."""
     if (ahead := find(layer, target)) is not None:
         return ahead
-    from ecornn.build import cache
-
     return from_entry(str(cache.file_of("layer", _parts(layer, target, None)) or ""))
 
 
 def from_entry(file: str) -> Module | None:
     """The module of an entry of the cache; None where it cannot be read."""
-    from ecornn.build import cache
-
     content = cache.read(Path(file)) if file else None
     return None if content is None else _remembered(from_bytes("layer.so", content))
 
@@ -99,9 +94,6 @@ def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> t
 
 def _device(target: str) -> tuple[bytes, ...]:
     """The device and the compilers that a target's code depends on."""
-    from ecornn import host_cpu, host_gpu
-    from ecornn.build import link, nvcc
-
     compiler = link.identity().encode()
     if target == "cuda":
         gpu = host_gpu.detect()
@@ -121,11 +113,9 @@ def _logs() -> bytes:
     return msgspec.json.encode(files)
 
 
-@cache
+@lru_cache
 def _code() -> bytes:
     """A digest of ecornn's files and the versions of the packages that they use."""
-    from ecornn.manifest import versions
-
     digest = hashlib.sha256(msgspec.json.encode(versions()))
     for package in ("ecornn", "ecornn.schedules"):  # which is found and not imported, which takes longer than this
         spec = importlib.util.find_spec(package)
@@ -231,7 +221,6 @@ def ready(_: None) -> None:
 
 def compile_for_another(asked: Asked) -> str:
     """Compiles a layer; the file of its entry, empty if the cache keeps none."""
-    from ecornn.build import cache
     from ecornn.quick_tvm import import_tvm
 
     if importlib.util.find_spec("tvm") is not None:

@@ -32,46 +32,33 @@ STATE_GAINS = ("weight_ln_c", "bias_ln_c")  # H values each
 
 @dataclass(frozen=True)
 class Formula:
-    """One step of a cell on arrays, and its weights.
+    """One step of a cell on arrays, and its weights."""
 
-    Attributes
-    ----------
-    cell : its name, for messages
-    kinds : names of the weights of a layer, in the order in which ``step`` takes them
-    named : (kind, layer, True for the direction from the end) -> the name under which a user passes it
-    shapes : (I, H) -> the weights' shapes as a user passes them
-    hidden : the weights by name -> H
-    states : the number of states
-    outputs : places of the outputs, side by side in y, among the arrays that ``step`` returns
-    step : (x (B, I), states (B, H), weights) -> the new states, and behind them outputs that are no states
-    """
-
-    cell: str
-    kinds: tuple[str, ...]
-    named: Callable[[str, int, bool], str]
-    shapes: Callable[[int, int], Sequence[tuple[int, ...]]]
-    hidden: Callable[[Mapping[str, Any]], int]
-    states: int
-    outputs: tuple[int, ...]
+    cell: str  # its name, for messages
+    kinds: tuple[str, ...]  # names of the weights of a layer, in the order in which `step` takes them
+    named: Callable[[str, int, bool], str]  # (kind, layer, True: from the end) -> the name by which a user passes it
+    shapes: Callable[[int, int], Sequence[tuple[int, ...]]]  # (I, H) -> the weights' shapes as a user passes them
+    hidden: Callable[[Mapping[str, Any]], int]  # the weights by name -> H
+    states: int  # how many
+    outputs: tuple[int, ...]  # their places, side by side in y, among the arrays that `step` returns
+    # (x (B, I), states (B, H), weights) -> the new states, and behind them outputs that are no states
     step: Callable[[Any, States, Sequence[Any]], States]
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of :func:`run`: x (T, B, I), weights by name, first states (L*D, B, H) of each kind, lengths (B,),
-    resets (T, B); ``whole`` where all rows go through all steps; ``outer`` is (L*D,) where states have that axis, else
-    ()."""
+    """The arguments of :func:`run`."""
 
     formula: Formula
-    x: Any
-    weights: Mapping[str, Any]
-    before: Sequence[Any]
-    ends: Any
-    starts: Any
-    whole: bool
+    x: Any  # (T, B, I)
+    weights: Mapping[str, Any]  # by name
+    before: Sequence[Any]  # first states (L*D, B, H) of each kind
+    ends: Any  # lengths (B,)
+    starts: Any  # resets (T, B)
+    whole: bool  # all rows go through all steps
     layers: int
     directions: int
-    outer: tuple[int, ...]
+    outer: tuple[int, ...]  # (L*D,) where states have that axis, else ()
 
 
 def checked(formula: Formula, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None, lengths: Any,

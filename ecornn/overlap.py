@@ -40,13 +40,12 @@ GAIN = 0.9  # of the time one after the other: more is within the error of expec
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The sequences of a stack, each with its task, on its share of the GPU, and the choice for it. ``expected``:
-    nanoseconds of a call of the length to expect; infinity where nobody can say."""
+    """The sequences of a stack, each with its task, on its share of the GPU, and the choice for it."""
 
     overlap: Overlap
     tasks: tuple[Task, ...]
     chosen: tuple[Found, ...]
-    expected: float
+    expected: float  # nanoseconds of a call of the length to expect; infinity where nobody can say
 
 
 def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str,

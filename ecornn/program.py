@@ -41,27 +41,18 @@ SUMS = "sums"  # in place of a data type: the one that a layer adds up in
 class Tensor:
     """An array that a module exchanges with its caller, contiguous.
 
-    Attributes
-    ----------
-    role : given or made
-    axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V
-        of a row of values that are kept beside each other (H of each)
-    entries : the functions of a module that exchange it
-    dtype : data type, or SUMS; None: the layer's
-    by_state : there is one for each state of each sequence of a stack; or for each value, by its number
-    by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
-    optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
-    switch : no array: its pointer is null or not, which says something. Programs may have none
+    ``axes``: the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V
+    of a row of values that are kept beside each other (H of each).
     """
 
     role: str
     axes: tuple[str, ...]
-    entries: tuple[str, ...] = _ALL
-    dtype: str | None = None
-    by_state: bool = False
-    by_parameter: bool = False
-    optional: bool = False
-    switch: bool = False
+    entries: tuple[str, ...] = _ALL  # the functions of a module that exchange it
+    dtype: str | None = None  # data type, or SUMS; None: the layer's
+    by_state: bool = False  # there is one for each state of each sequence of a stack; or for each value, by its number
+    by_parameter: bool = False  # there is one for each parameter of each sequence of a stack, of the parameter's shape
+    optional: bool = False  # only where the field of its name of a Traversal is set
+    switch: bool = False  # no array: its pointer is null or not, which says something. Programs may have none
 
     def row(self, sizes: Mapping[str, int]) -> int | None:
         """Elements of one step and batch row, for sizes by axis; None where the tensor has no axis of time."""
@@ -129,26 +120,16 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A buffer of the program, named in the calls.
-
-    Attributes
-    ----------
-    role : one of :data:`ROLES`
-    extent : elements; none of a given or made one, whose size the caller knows. A workspace is 256-byte aligned
-    packing : the recipe of a packed one
-    tensor : the one of :data:`TENSORS` that a given or made one is
-    state : the state's name, for a tensor that is one of each state; the parameter's, for one of each parameter
-    part : the number of the sequence of a stack that it belongs to; 0 where all share it
-    """
+    """A buffer of the program, named in the calls."""
 
     name: str
-    role: str
+    role: str  # one of ROLES
     dtype: str
-    extent: Extent = Extent()
-    packing: Packing | None = None
-    tensor: str | None = None
-    state: str | None = None
-    part: int = 0
+    extent: Extent = Extent()  # none of those that the caller has; a workspace is 256-byte aligned
+    packing: Packing | None = None  # the recipe of a packed one
+    tensor: str | None = None  # the one of TENSORS that a given or made one is
+    state: str | None = None  # the state's name, for a tensor of each state; the parameter's, for one of each parameter
+    part: int = 0  # the number of the sequence of a stack that it belongs to; 0 where all share it
 
     @classmethod
     def of(cls, tensor: str, dtype: str, state: str | None = None) -> Buffer:
@@ -186,11 +167,9 @@ class Launch:
 
     A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own name, or one of the
     scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry that takes
-    ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32.
-
-    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
-    ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
-    itself waits for the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
+    ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32. ``early``: it may
+    begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel itself waits for
+    the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
     """
 
     function: str
@@ -200,7 +179,7 @@ class Launch:
     cooperative: bool = False
     cluster: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
-    wanted: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()  # parameters that it makes: a call that has null for all of them leaves it out
     early: bool = False
 
 
@@ -248,18 +227,12 @@ class Concurrent:
 
 @dataclass(frozen=True)
 class WaveLayer:
-    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps.
-
-    Attributes
-    ----------
-    rows : buffers that have rows of time -> elements of a row for each row of the batch; a chunk gets them from
-        its first step on
-    states : pairs of ``state_in`` and ``state_out``; all chunks but the first read the second of each
-    """
+    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps. ``rows``: buffers that have
+    rows of time -> elements of a row for each row of the batch; a chunk gets them from its first step on."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
-    states: tuple[tuple[str, str], ...]
+    states: tuple[tuple[str, str], ...]  # pairs of `state_in` and `state_out`; later chunks read the second of each
 
 
 @dataclass(frozen=True)
@@ -318,20 +291,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name.
-
-    ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
-    ``dx_in``: a buffer that is kept, of as many bytes as the gradient of x, in whose place that may be written.
-    ``in_place``: workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values
-    are then lost, and the workspace takes no memory.
-    """
+    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name. ``in_place``:
+    workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values are then lost,
+    and the workspace takes no memory."""
 
     functions: dict[str, PrimFunc]
     buffers: tuple[Buffer, ...]
     entries: Mapping[str, Entry]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
-    together: int = 1
-    dx_in: str | None = None
+    together: int = 1  # neighbouring columns of `sequences` that may share one; 1 where none may, 0 where all may
+    dx_in: str | None = None  # a kept buffer, of as many bytes as the gradient of x, in whose place that may be written
     in_place: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod

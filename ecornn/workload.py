@@ -32,29 +32,21 @@ def summed(dtype: str) -> str:
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One cell over one sequence: cell, sizes and data type. Tuning records are kept for this.
 
-    Attributes
-    ----------
-    cell : name of a registered cell, or ``name@digest`` of a user's cell
-    hidden, input, batch : H, I and the largest B the module must serve, each >= 1
-    seq : the T to tune for; compiled modules serve any T >= 1
-    dtype : ``float32``, ``float16``, ``bfloat16`` or ``float64``; of x, y, the states and, unless ``weights`` says
-        otherwise, the weights
-    weights : None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or ``int16``,
-        by the largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16 and
-        bfloat16: ``int8``, of recurrent matrices alone
-    precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
-        mantissa), sums stay float32 (CUDA)
-    entry : unset, which is not written: the sequence itself; ``backward``: the recurrence of its adjoint
+    ``weights``: None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or
+    ``int16``, by the largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16
+    and bfloat16: ``int8``, of recurrent matrices alone. ``precision``: None, or ``tf32``: the factors of float32
+    products are rounded to TF32 (10 bits of mantissa), sums stay float32 (CUDA).
     """
 
-    cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-    hidden: int
+    cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]  # its name; of a user's cell name@digest
+    hidden: int  # H; sizes are 1 at least
     input: int
-    batch: int = 1
-    seq: int = 100
-    dtype: str = "float32"
+    batch: int = 1  # the largest B the module must serve
+    seq: int = 100  # the T to tune for; compiled modules serve any T >= 1
+    dtype: str = "float32"  # of x, y, the states and, unless `weights` says otherwise, the weights
     weights: str | None = None
     precision: str | None = None
+    # unset, which is not written: the sequence itself; or the recurrence of its adjoint
     entry: Literal["backward"] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -106,27 +98,19 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way of one sequence of a layer through time, and the place of its y.
 
-    Attributes
-    ----------
-    reverse : goes from the last step to the first, and writes y where it reads x
-    directions : rows of y hold this many sequences side by side; a reverse one has the second place
-    lengths : row b takes part in steps below ``lengths[b]``; beyond, it keeps its state and y is 0
-    resets : a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in
-        reverse the state is therefore cleared after step t
-    sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
-        or -1; states are by sequence
-    keep : the values of each step that the forward pass keeps for the backward pass, one of :data:`KEEPS`; None: there
-        is no backward pass
-    backward : the sequence is the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs``
-        in place of y, and its states are cleared wherever the layer's were, also behind its last step
+    ``resets``: a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in reverse the
+    state is therefore cleared after step t. ``sequences``: ``sequences[t, b]`` is the number of the sequence that
+    column b of the batch works on at step t, or -1; states are by sequence. ``backward``: the sequence is the
+    recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs`` in place of y, and its states
+    are cleared wherever the layer's were, also behind its last step.
     """
 
-    reverse: bool = False
-    directions: int = 1
-    lengths: bool = False
+    reverse: bool = False  # goes from the last step to the first, and writes y where it reads x
+    directions: int = 1  # rows of y hold this many sequences side by side; a reverse one has the second place
+    lengths: bool = False  # row b takes part in steps below `lengths[b]`; beyond, it keeps its state and y is 0
     resets: bool = False
     sequences: bool = False
-    keep: str | None = None
+    keep: str | None = None  # the values of each step that forward keeps for backward, one of KEEPS; None: no backward
     backward: bool = False
 
     def y_width(self, hidden: int) -> int:
@@ -163,21 +147,15 @@ class Part(msgspec.Struct, frozen=True):
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sequences that a module is put together from; the default is one.
 
-    Attributes
-    ----------
-    layers : L; y of one is x of the next
-    bidirectional : every layer goes both ways; y is (T, B, 2 H)
-    reverse : every layer goes from the end to the start only
-    lengths, resets, sequences : True where a call takes them, see :class:`Traversal`
-    keep : for modules that train, the values that forward keeps for backward: ``states``, from which the rest is
-        computed again; or ``gates`` besides, from which that takes no products
+    ``keep``: for modules that train, the values that forward keeps for backward: ``states``, from which the rest is
+    computed again; or ``gates`` besides, from which that takes no products.
     """
 
-    layers: int = 1
-    bidirectional: bool = False
-    lengths: bool = False
+    layers: int = 1  # L; y of one is x of the next
+    bidirectional: bool = False  # every layer goes both ways; y is (T, B, 2 H)
+    lengths: bool = False  # a call takes them, as resets and sequences, see Traversal
     resets: bool = False
-    reverse: bool = False
+    reverse: bool = False  # every layer goes from the end to the start only
     sequences: bool = False
     keep: str | None = None
 
@@ -225,20 +203,13 @@ OVERLAPS = ("directions", "wavefront")
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sequences of a stack that run at the same time; the default is none.
-
-    Attributes
-    ----------
-    kind : ``none``; ``directions``: the two of a layer side by side; or ``wavefront``: ``width`` layers, each a chunk
-        of time behind the one before it
-    width : the most sequences at the same time; each has this part of the multiprocessors
-    chunks, least : the most chunks of time in a wavefront, and the least steps of one
-    """
+    """The sequences of a stack that run at the same time; the default is none. ``kind``: ``none``; ``directions``: the
+    two of a layer side by side; or ``wavefront``: ``width`` layers, each a chunk of time behind the one before it."""
 
     kind: str = "none"
-    width: int = 1
-    chunks: int = 1
-    least: int = 1
+    width: int = 1  # the most sequences at the same time; each has this part of the multiprocessors
+    chunks: int = 1  # of time in a wavefront, the most
+    least: int = 1  # steps of a chunk
 
     def __post_init__(self) -> None:
         if self.kind not in ("none", *OVERLAPS):

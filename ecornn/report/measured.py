@@ -26,11 +26,10 @@ KINDS: dict[str, tuple[str, str | None]] = {"tf32-both": ("float32", "tf32")} | 
 
 @dataclass
 class Beside:
-    """The results of one layer on one device: µs a step of other libraries by name, and of stages, with the
-    configuration that these were measured with."""
+    """The results of one layer on one device, µs a step."""
 
-    peers: dict[str, float] = field(default_factory=dict)
-    stages: dict[str, float] = field(default_factory=dict)
+    peers: dict[str, float] = field(default_factory=dict)  # of other libraries
+    stages: dict[str, float] = field(default_factory=dict)  # measured with this schedule and configuration
     schedule: str = ""
     config: Config = field(default_factory=dict)
 

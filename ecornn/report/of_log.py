@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,30 +21,23 @@ from ecornn.report.roles import Kernel, kernel_of
 from ecornn.schedules import all_schedules, revisions
 from ecornn.schedules.base import Config, Cut, Knob, Schedule, Task, Value
 from ecornn.task import make_task
-from ecornn.tune.journal import Gain, Journal, gain_of
+from ecornn.tune.journal import Journal
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import up_to_date
-from ecornn.tune.record import Choice, Finish, Trial, first_line
+from ecornn.tune.record import Choice, Trial, first_line
 from ecornn.tune.selection import best_lines
 
 T = TypeVar("T")
 MOST = 3000  # lines that are compared
 
 
-@dataclass
-class SearchRun:
-    """One run: ``search`` are its trials in order, ``finals`` those of the comparison at its end."""
-
-    path: Path
-    run: str
-    search: list[Trial] = field(default_factory=list)
-    finals: list[Trial] = field(default_factory=list)
-    finish: Finish | None = None
+class SearchRun(Journal):
+    """One run, as the page shows it."""
 
     @property
     def time(self) -> str:
         """The time at which its last record was written."""
-        return max(r.time for r in (*self.search, *self.finals, self.finish) if r)
+        return max(r.time for r in (*self.trials, self.finish) if r)
 
     @property
     def best(self) -> Trial | None:
@@ -61,13 +54,7 @@ class SearchRun:
 
     def last(self, choice: Choice | None) -> Trial | None:
         """The last trial of a configuration that has a time."""
-        every = (*self.search, *self.finals)
-        return next((t for t in reversed(every) if t.times is not None and t.choice == choice), None)
-
-    @property
-    def gain(self) -> Gain | None:
-        """The gain of the best over the default."""
-        return gain_of(Journal(self.path, self.run, [*self.search, *self.finals], self.finish))
+        return next((t for t in reversed(self.trials) if t.times is not None and t.choice == choice), None)
 
     @property
     def failures(self) -> list[tuple[str, int]]:
@@ -88,12 +75,9 @@ def searches(log: Log) -> list[SearchRun]:
     """The runs of a log that measured anything, the latest first."""
     runs: dict[tuple[Path, str], SearchRun] = {}
     for line in log.lines:
-        record = line.record
-        run = runs.setdefault((line.path, record.run), SearchRun(line.path, record.run))
-        if isinstance(record, Trial):
-            (run.finals if record.stage == "final" else run.search).append(record)
-        elif isinstance(record, Finish):
-            run.finish = record
+        runs.setdefault((line.path, line.record.run), SearchRun(line.path, line.record.run)).take(line.record)
+    for run in runs.values():
+        run.trials.sort(key=lambda trial: trial.stage == "final")  # the comparison at the end
     return sorted((r for r in runs.values() if any(t.times for t in r.search)), key=lambda r: r.time, reverse=True)
 
 
@@ -109,14 +93,12 @@ class AtValue:
 
 @dataclass(frozen=True)
 class Effect:
-    """A knob of the best's schedule. ``share`` of the variance of log times that its values alone explain (between
-    values / total); ``importance``: its share of what the trees of the cost model gain, None without one; ``trades``:
-    the schedule's own line about it."""
+    """A knob of the best's schedule."""
 
     knob: str
-    share: float
-    importance: float | None
-    trades: str
+    share: float  # of the variance of log times that its values alone explain: between values / total
+    importance: float | None  # its share of what the trees of the cost model gain; None without one
+    trades: str  # the schedule's own line about it
     values: list[AtValue]
 
 
@@ -263,13 +245,12 @@ def teraflops(trial: Trial, step: StepSummary | None) -> float | None:
 
 @dataclass(frozen=True)
 class MarkedCode:
-    """The function of a program that knobs change most: its lines, each with the knobs that would change it, and the
-    other values that these were compared with; ``alone``: knobs without another value that goes with the rest."""
+    """The function of a program that knobs change most."""
 
     name: str
-    lines: list[tuple[str, list[str]]]
-    others: dict[str, Value]
-    alone: list[str]
+    lines: list[tuple[str, list[str]]]  # each with the knobs that would change it
+    others: dict[str, Value]  # the values of knobs that these were compared with
+    alone: list[str]  # knobs without another value that goes with the rest
 
 
 def marked(trial: Trial, task: Task | None) -> MarkedCode | None:

@@ -19,7 +19,7 @@ from ecornn.report.of_log import Layer, SearchRun, effects, searches
 from ecornn.report.roles import picture
 from ecornn.schedules.base import Cut
 from ecornn.schedules.rates import gpu_rates
-from ecornn.tune.journal import words
+from ecornn.tune.journal import gain_of, words
 from ecornn.tune.log import Log
 
 COLOURS = 6  # of groups; a seventh has that of the first
@@ -160,7 +160,7 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
 def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> dict[str, Any]:
     """The section on one search, as the template reads it; pictures are SVG. ``code``: True adds the generated code and
     the picture of a step."""
-    best, default, gain = run.best, run.default, run.gain
+    best, default, gain = run.best, run.default, gain_of(run)
     assert best is not None and best.times is not None
     task = of_log.task_of(best)
     floor, step = of_log.floor_of(best), summary(task) if task is not None else None

@@ -38,23 +38,21 @@ VERBS = {"wait": "waits", "multiply": "multiplies", "copy": "copies", "send": "s
 
 @dataclass(frozen=True)
 class Act:
-    """Instructions of one ``kind``, ``wait``, ``multiply``, ``copy`` or ``send``, in words; ``by`` is the same for
-    those that send and those that wait for it. Kind ``note``: a note on how the phase is done."""
+    """Instructions of one kind in words, or a note on how the phase is done."""
 
-    kind: str
+    kind: str  # `wait`, `multiply`, `copy`, `send` or `note`
     words: str
-    by: str = ""
+    by: str = ""  # the same for those that send and those that wait for it
 
 
 @dataclass
 class Phase:
-    """The code behind one note. ``note``: its text without the role; ``step``: True in the loop over steps; ``ends``:
-    True if nothing follows the last act."""
+    """The code behind one note."""
 
-    note: str
-    step: bool
+    note: str  # without the role
+    step: bool  # in the loop over steps
     acts: list[Act] = field(default_factory=list)
-    ends: bool = False
+    ends: bool = False  # nothing follows the last act
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from ecornn.report.page import TERMS, chip_map, chip_words, rooflines
 from ecornn.report.roles import Kernel, kernel_of, picture
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
+from ecornn.tune.journal import gain_of
 from ecornn.tune.log import Line, Log, read, shipped_folder
 from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Choice, Finish, Times, Trial
@@ -121,7 +122,7 @@ def test_a_search_is_told_as_it_went():
         trial(0, 4.0), trial(1, 2.0), trial(2, 9.0, times=None, error="run: wrong output\nmore"), trial(3, 3.0),
         trial(4, 2.5, stage="final", config={"a": 1}), trial(5, 5.0, stage="final", config={"a": 0}), finish))
     assert run.curve() == [(1, 4.0, 4.0), (2, 2.0, 2.0), (4, 3.0, 2.0)]
-    assert run.best.times.median == 2.5 and run.default.times.median == 5.0 and run.gain.ratio == 2.0
+    assert run.best.times.median == 2.5 and run.default.times.median == 5.0 and gain_of(run).ratio == 2.0
     assert run.failures == [("run: wrong output", 1)]
     (effect,) = effects(run, None)
     assert [(v.value, v.fastest, v.median, v.chosen) for v in effect.values] == [
