@@ -30,12 +30,9 @@ REMAINING = "remaining"  # lengths of what is left from each step on, which a ch
 
 def compose(stack: Stack, whole: Workload, programs: Sequence[ir.Program], overlap: Overlap = SERIAL) -> ir.Program:
     """One program of all, with the entries of the ``programs``, which are of ``stack.parts(whole)`` in order; the entry
-    ``run`` goes as ``overlap`` says.
-
-    Its buffers are those that all parts share, such as the call's ``x`` and ``lengths``, and each part's states and
-    packed weights, named with the part's label: ``l1_reverse_h_in``. Weights are packed from parameters of such a
-    prefix.
-    """
+    ``run`` goes as ``overlap`` says. Its buffers are those that all parts share, such as the call's ``x`` and
+    ``lengths``, and each part's states and packed weights, named with the part's label: ``l1_reverse_h_in``. Weights
+    are packed from parameters of such a prefix."""
     if stack.count == 1:
         return programs[0]
     parts = stack.parts(whole)

@@ -56,12 +56,10 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> Device:
-        """This device without ``memory``, by which runs, records and servers tell devices apart.
-
-        Of equal machines memory differs by some kilobytes, of one machine from boot to boot, and of GPUs by some
-        megabytes; no schedule looks at it. Rounded, it would still differ where it lies at a boundary. The name tells
-        products of other memory apart, slices of a GPU (MIG) too.
-        """
+        """This device without ``memory``, by which runs, records and servers tell devices apart. Of equal machines
+        memory differs by some kilobytes, of one machine from boot to boot, and of GPUs by some megabytes; no schedule
+        looks at it. Rounded, it would still differ where it lies at a boundary. The name tells products of other memory
+        apart, slices of a GPU (MIG) too."""
         return msgspec.structs.replace(self, memory=0)
 
     def clusters(self, blocks: int) -> int:

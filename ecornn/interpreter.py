@@ -1,9 +1,7 @@
-"""A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64.
-
-:func:`interpret` is the reference of cells that have no formula in NumPy, for users, the tuner and
-``ecornn check-cell``. ``bench/step_loop.py`` is the other back end, Python that calls PyTorch. Neither knows anything
-of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
-"""
+"""A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64. :func:`interpret` is the
+reference of cells that have no formula in NumPy, for users, the tuner and ``ecornn check-cell``. ``bench/step_loop.py``
+is the other back end, Python that calls PyTorch. Neither knows anything of ``ecornn.analysis``, from which kernels are
+made: an error there must not be in both."""
 
 from __future__ import annotations
 
@@ -81,11 +79,9 @@ def output_numbers(cell: Cell) -> tuple[int, ...]:
 
 class Step:
     """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes: its te
-    tensors, and the walk through them.
-
-    Values of tensors and expressions are NumPy arrays, of float64 but for indices and conditions. Another back end
-    overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``.
-    """
+    tensors, and the walk through them. Values of tensors and expressions are NumPy arrays, of float64 but for indices
+    and conditions. Another back end overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``,
+    ``applied``, ``cast`` and ``load``."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te

@@ -15,13 +15,10 @@ from ecornn.workload import BATCH, SEQ, Stack, Workload
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A recurrent layer, or a stack of them, at one size. :func:`ecornn.compile` says what each property means, and
-    has the same names and defaults.
-
-    It is checked when it is made: a cell is loaded, and one of the user's own analysed. Raises
-    :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the argument and what is allowed, and
-    :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed.
-    """
+    """A recurrent layer, or a stack of them, at one size. :func:`ecornn.compile` says what each property means, and has
+    the same names and defaults. It is checked when it is made: a cell is loaded, and one of the user's own analysed.
+    Raises :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the argument and what is allowed, and
+    :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed."""
 
     cell: str | Cell
     hidden: int

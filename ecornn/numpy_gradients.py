@@ -1,9 +1,7 @@
-"""The gradients of the layers in NumPy float64: what compiled gradients are checked against.
-
-They come from the formulas of ``numpy_reference.py`` and a tape, apart from ``ecornn.analysis`` and without TVM. The
-tape is of arrays that remember how they were computed, so that a formula written for arrays gives its gradients, too.
-It knows the functions that formulas of recurrent layers use.
-"""
+"""The gradients of the layers in NumPy float64: what compiled gradients are checked against. They come from the
+formulas of ``numpy_reference.py`` and a tape, apart from ``ecornn.analysis`` and without TVM. The tape is of arrays
+that remember how they were computed, so that a formula written for arrays gives its gradients, too. It knows the
+functions that formulas of recurrent layers use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The layers in NumPy float64, which compiled modules are checked against: stacks, both directions, lengths and resets.
-
 Steps of built-in cells are written from the formulas, apart from ``ecornn.cells`` and without TVM, so that an error in
 either cannot hide in the other; gates are stacked in PyTorch's order. The step of a user's cell is that of its te graph
-(``interpreter.py``), which shares nothing with the analysis either.
-"""
+(``interpreter.py``), which shares nothing with the analysis either."""
 
 from __future__ import annotations
 

@@ -51,10 +51,9 @@ class Arrangement:
 def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str,
             choose: Callable[[Task], Found], expect: Callable[[Task], float]) -> Arrangement:
     """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: the one that is expected to take the least time.
-
     ``choose`` finds the schedule and configuration of a task, ``expect`` the nanoseconds of its step. Raises
-    :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where nothing serves a share.
-    """
+    :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where nothing serves a
+    share."""
     if wish not in WISHES:
         raise ArgumentError("overlap", wish, f"one of {', '.join(WISHES)}")
     if wish in OVERLAPS and (reason := impossible(wish, stack, device)):

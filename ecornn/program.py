@@ -39,11 +39,9 @@ SUMS = "sums"  # in place of a data type: the one that a layer adds up in
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array that a module exchanges with its caller, contiguous.
-
-    ``axes``: the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V
-    of a row of values that are kept beside each other (H of each).
-    """
+    """An array that a module exchanges with its caller, contiguous. ``axes``: the sizes of its axes: T, B, I and H as
+    of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V of a row of values that are kept beside each other
+    (H of each)."""
 
     role: str
     axes: tuple[str, ...]

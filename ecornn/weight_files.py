@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,48 +20,32 @@ LAST = "weight_hh_l0"  # that every layer has
 MARK = {"written_by": "ecornn"}  # metadata of the files that may be replaced
 
 
-class WeightFile(Mapping[str, Any]):
-    """The tensors of a file whose names start with ``prefix``, by the rest of their names.
+def read_layer(path: str | os.PathLike[str], prefix: str = "") -> dict[str, Any]:
+    """The tensors of a file whose names are ``prefix`` and a recurrent layer's, ``..._l0`` and so on, by the latter.
 
-    Read when they are asked for: NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the
-    type. ``path`` ends in ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a
-    checkpoint with more than a model's tensors these are looked for under :data:`PLACES`, or the only key that has
-    some; those under other keys have names that begin with these, as ``ema.encoder.weight_hh_l0``.
-
-    Raises :class:`ArgumentError` for another kind of file, or one that cannot be read.
+    They are NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the type. ``path`` ends in
+    ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a checkpoint with more than a
+    model's tensors these are looked for under :data:`PLACES`, or the only key that has some; those under other keys
+    have names that begin with these, as ``ema.encoder.weight_hh_l0``. Raises :class:`ArgumentError` for another kind
+    of file, or one that cannot be read, :class:`WeightsError` where no name begins with ``prefix``.
     """
-
-    def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:
-        self.path, self.prefix = Path(path), prefix
-        if not self.path.is_file():
-            raise ArgumentError("weights", str(path), "a file that exists")
-        kind = self.path.suffix.lower()
-        if kind != ".safetensors" and kind not in CHECKPOINTS:
-            raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
-        every = _safetensors(self.path) if kind == ".safetensors" else _checkpoint(self.path)
-        self._tensors = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
-        if not self._tensors:
-            layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
-            known = f"; layers have the prefixes {_some(map(repr, layers))}" if layers else ""
-            raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has {_some(every)}{known}",
-                               list(every))
-
-    def layer(self) -> dict[str, Any]:
-        """The tensors that are named as a recurrent layer's are, ``..._l0`` and so on, and not further down."""
-        return {n: self[n] for n in self if _NAME.fullmatch(n) and "." not in n}
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._tensors[name]
-        return value() if callable(value) and not hasattr(value, "shape") else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    file = Path(path)
+    if not file.is_file():
+        raise ArgumentError("weights", str(path), "a file that exists")
+    kind = file.suffix.lower()
+    if kind != ".safetensors" and kind not in CHECKPOINTS:
+        raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
+    every = _safetensors(file) if kind == ".safetensors" else _checkpoint(file)
+    found = {n.removeprefix(prefix): read for n, read in every.items() if n.startswith(prefix)}
+    if not found:
+        layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
+        known = f"; layers have the prefixes {_some(map(repr, layers))}" if layers else ""
+        raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has {_some(every)}{known}",
+                           list(every))
+    return {n: read() for n, read in found.items() if _NAME.fullmatch(n) and "." not in n}
 
 
-def _safetensors(path: Path) -> dict[str, Any]:
+def _safetensors(path: Path) -> dict[str, Callable[[], Any]]:
     package = _package(path)
     try:
         file = package.safe_open(path, framework="numpy")
@@ -89,7 +73,7 @@ def _tensor(path: Path, file: Any, name: str) -> Any:
             return again.get_tensor(name)
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(path: Path) -> dict[str, Callable[[], Any]]:
     try:
         import torch
     except ImportError as error:
@@ -108,17 +92,17 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     return {name: value for name, value in every.items() if not name.startswith(place)} | inside
 
 
-def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
+def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Callable[[], Any]]:
     """The tensors of mappings in mappings, by their keys with dots between; of a mapping in several places, at the
     first."""
-    every: dict[str, Any] = {}
+    every: dict[str, Callable[[], Any]] = {}
     seen, left = set[int](), [("", found)]
     while left:
         name, mapping = left.pop()
         if id(mapping) not in seen:
             seen.add(id(mapping))
             items = [(f"{name}{key}", value) for key, value in mapping.items()]
-            every |= {path: value.detach() for path, value in items if isinstance(value, tensor)}
+            every |= {path: value.detach for path, value in items if isinstance(value, tensor)}
             left += [(f"{path}.", value) for path, value in reversed(items) if isinstance(value, Mapping)]
     return every
 

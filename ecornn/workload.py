@@ -145,11 +145,9 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sequences that a module is put together from; the default is one.
-
-    ``keep``: for modules that train, the values that forward keeps for backward: ``states``, from which the rest is
-    computed again; or ``gates`` besides, from which that takes no products.
-    """
+    """The sequences that a module is put together from; the default is one. ``keep``: for modules that train, the
+    values that forward keeps for backward: ``states``, from which the rest is computed again; or ``gates`` besides,
+    from which that takes no products."""
 
     layers: int = 1  # L; y of one is x of the next
     bidirectional: bool = False  # every layer goes both ways; y is (T, B, 2 H)

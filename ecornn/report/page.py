@@ -130,12 +130,10 @@ def rooflines(best: list[Layer]) -> list[tuple[str, str]]:
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,
            told: Callable[[str], None] = lambda text: None) -> str:
-    """One HTML page, all of it in the text: no script, nothing that is loaded.
-
-    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``results``:
-    times of other libraries and of stages. ``told`` is called with the section or picture at hand. Raises
-    :class:`~ecornn.errors.MissingPackageError` without Jinja.
-    """
+    """One HTML page, all of it in the text: no script, nothing that is loaded. ``most``: searches that have a section,
+    the latest ones; all of them count in the table of layers. ``results``: times of other libraries and of stages.
+    ``told`` is called with the section or picture at hand. Raises :class:`~ecornn.errors.MissingPackageError` without
+    Jinja."""
     try:
         import jinja2
     except ImportError as error:

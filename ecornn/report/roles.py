@@ -1,9 +1,7 @@
-"""How the warps of a persistent kernel share a step, read from its TIR, and a picture of it.
-
-Notes (``T.note``) name roles and phases, the branches around them say which threads those are, and the instructions
-behind each note say how they wait, multiply and send. The picture has a lane for each role, two beside each other.
-Lanes meet at named barriers; what one sends, another one waits for in the next step.
-"""
+"""How the warps of a persistent kernel share a step, read from its TIR, and a picture of it. Notes (``T.note``) name
+roles and phases, the branches around them say which threads those are, and the instructions behind each note say how
+they wait, multiply and send. The picture has a lane for each role, two beside each other. Lanes meet at named barriers;
+what one sends, another one waits for in the next step."""
 
 from __future__ import annotations
 
@@ -267,7 +265,6 @@ Line = tuple[str, str, Act | None]  # words, class, and what they are of
 class _Box:
     """A phase, or what a lane does beside the step; ``top`` and ``bottom`` in px."""
 
-    kind: str
     lines: list[Line]
     phase: Phase | None = None
     top: float = 0.0
@@ -337,7 +334,7 @@ def _text(lines: Sequence[Line], x: float, y: float) -> tuple[list[str], float]:
 def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, letter: float) -> tuple[list[str], float]:
     """Two lanes, or one."""
     each = (width - GAP * (len(roles) - 1)) / len(roles)
-    parts, lanes, heights = [], [], []
+    parts, lanes, below = [], [], 0.0
     for number, role in enumerate(roles):
         left = number * (each + GAP)
         warps, some = role.threads // _WARP, "each" if role.blocks == kernel.blocks > 1 else role.blocks
@@ -347,16 +344,14 @@ def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, lette
         for note in dict.fromkeys(phase.note for phase in role.phases[:first]):
             head += _wrapped(f"first: {note}", "tick", each, letter)
         more, end = _text(head, left, y)
-        parts += more
-        heights.append(end)
+        parts, below = parts + more, max(below, end)
         lanes.append(_Lane(role, left, each, [_box(piece, each - 2 * PAD, letter)
                                               for phase in (role.steps or role.phases) for piece in _pieces(phase)]))
-    y = max(heights) + 6
-    parts.append(f'<line class="grid" x1="0" x2="{width:g}" y1="{y}" y2="{y}"/>')
+    y = below + 6
     when = "in every step t" if any(role.steps for role in roles) else "beside the steps"
-    more, y = _text([(when, "chosen", None)], 0, y + 4)
-    parts += more
-    return _placed(parts, lanes, y + 6, letter)
+    more, end = _text([(when, "chosen", None)], 0, y + 4)
+    rule = f'<line class="grid" x1="0" x2="{width:g}" y1="{y}" y2="{y}"/>'
+    return _placed([*parts, rule, *more], lanes, end + 6, letter)
 
 
 def _pieces(phase: Phase) -> Iterator[Phase]:
@@ -372,7 +367,7 @@ def _box(phase: Phase, width: float, letter: float) -> _Box:
     for act in phase.acts:
         verb = f"{VERBS[act.kind]}: " if act.kind in VERBS else ""
         lines += _wrapped(f"{verb}{act.words}", act.kind, width, letter, act)
-    return _Box("phase", lines, phase)
+    return _Box(lines, phase)
 
 
 def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tuple[list[str], float]:
@@ -395,8 +390,8 @@ def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tu
     _beyond(lanes, y, letter)
     for lane in lanes:
         for box in lane.boxes:
-            parts.append(f'<rect class="{box.kind}" x="{lane.left + 0.5:g}" y="{box.top:g}" width="{lane.width - 1:g}" '
-                         f'height="{box.bottom - box.top - 4:g}" rx="4"/>')
+            parts.append(f'<rect class="{"phase" if box.phase else "beyond"}" x="{lane.left + 0.5:g}" y="{box.top:g}" '
+                         f'width="{lane.width - 1:g}" height="{box.bottom - box.top - 4:g}" rx="4"/>')
             parts += _text(box.lines, lane.left + PAD, box.top + PAD - 3)[0]
     for (mine, act), _ in meetings:
         height = mine.meets(act) - 2
@@ -412,13 +407,13 @@ def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
         room = lane.boxes[0].top - y
         if room > 2 * LINE:
             words = "the end of step t - 1, then the barrier"
-            before = _Box("beyond", _wrapped(words, "tick", lane.width - 2 * PAD, letter), top=y)
+            before = _Box(_wrapped(words, "tick", lane.width - 2 * PAD, letter), top=y)
             before.more = y + room - before.bottom
             lane.boxes.insert(0, before)
         for act in [act for _, act in lane.acts("wait")][:1]:
             if _sent(lanes, lane, act):
-                lines = _wrapped(f"step t + 1: {act.words}", "tick", lane.width - 2 * PAD, letter)
-                after = _Box("beyond", [(words, kind, act) for words, kind, _ in lines], top=lane.boxes[-1].bottom)
+                lines = _wrapped(f"step t + 1: {act.words}", "tick", lane.width - 2 * PAD, letter, act)
+                after = _Box(lines, top=lane.boxes[-1].bottom)
                 after.more = max(0.0, end - after.bottom)
                 lane.boxes.append(after)
 
@@ -434,7 +429,7 @@ def _arrows(lanes: list[_Lane]) -> list[str]:
     parts = []
     for lane in lanes:
         after = lane.boxes[-1]
-        act = after.lines[0][2] if after.kind == "beyond" else None
+        act = after.lines[0][2] if after.phase is None else None
         sent = act and _sent(lanes, lane, act)
         if act and sent:
             other, box, sends = sent

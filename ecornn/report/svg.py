@@ -76,9 +76,9 @@ def figure(parts: Iterable[str], label: str, height: float = HEIGHT) -> str:
             + "".join(parts) + "</svg>")
 
 
-def path(points: Points) -> str:
+def path(kind: str, points: Points) -> str:
     """A line through points of pixels."""
-    return "M" + "L".join(f"{x} {y}" for x, y in points)
+    return f'<path class="{kind}" d="M{"L".join(f"{x} {y}" for x, y in points)}"/>'
 
 
 def dot(kind: str, x: float, y: float, title: str) -> str:
@@ -110,7 +110,7 @@ def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> 
     steps = [(x(points[0][0]), y(points[0][2]))]
     for n, _, best in points[1:]:
         steps += [(x(n), steps[-1][1]), (x(n), y(best))]
-    parts.append(f'<path class="best" d="{path(steps)}"/>')
+    parts.append(path("best", steps))
     if default:
         parts.append(text(WIDTH - RIGHT - 4, y(default) - 6, "untuned default", "halo tick", "end"))
     return figure(parts, f"time of a step by trial; best {points[-1][2]:.4g} µs")
@@ -182,10 +182,10 @@ def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[
     for name, rate in slopes:
         first, last = max(x.low, y.low / rate), min(roof / rate, x.high)
         if first < last:
-            parts.append(f'<path class="slope" d="{path([(x(i), y(i * rate)) for i in (first, last)])}"/>')
+            parts.append(path("slope", [(x(i), y(i * rate)) for i in (first, last)]))
             ends.append((name, (x(last), y(last * rate))))
     for (name, end), place in zip(ends, beside([end[1] for _, end in ends]), strict=True):
-        parts += [f'<path class="grid" d="{path([end, (x.end + 6, place - 4)])}"/>',
+        parts += [path("grid", [end, (x.end + 6, place - 4)]),
                   text(x.end + 8, place, name, "tick", "start")]
     return figure(parts, "operations a second by operations a byte")
 
@@ -198,15 +198,13 @@ def lines(series: Sequence[tuple[str, Points, Points, Points]]) -> str:
     parts = list(grid(x, y, "hidden units H", "µs a step", x.apart([h for h, _ in every], 34)))
     places = beside([y(points[-1][1]) for _, points, *_ in series])
     for number, (name, points, floors, others) in enumerate(series):
-        kind = f"series{number % 6}"
-        if len(floors) > 1:
-            parts.append(f'<path class="{kind} floor" d="{path([(x(h), y(us)) for h, us in floors])}"/>')
-        end = x(points[-1][0]), y(points[-1][1])
+        kind, (right, height) = f"series{number % 6}", (x(points[-1][0]), y(points[-1][1]))
+        parts += [path(f"{kind} floor", [(x(h), y(us)) for h, us in floors])] if len(floors) > 1 else []
         parts += [*(dot(f"{kind} other", x(h), y(us), f"{name} H={h:g}, another library: {us:.4g} µs")
                     for h, us in others),
-                  f'<path class="{kind}" d="{path([(x(h), y(us)) for h, us in points])}"/>',
+                  path(kind, [(x(h), y(us)) for h, us in points]),
                   *(dot(kind, x(h), y(us), f"{name} H={h:g}: {us:.4g} µs") for h, us in points),
-                  f'<path class="grid" d="{path([(end[0] + 5, end[1]), (x.end + 8, places[number] - 4)])}"/>',
+                  path("grid", [(right + 5, height), (x.end + 8, places[number] - 4)]),
                   text(x.end + 10, places[number], name, f"tick {kind}", "start")]
     return figure(parts, "time of a step by hidden size and batch")
 
