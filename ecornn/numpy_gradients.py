@@ -173,7 +173,7 @@ def _stack(arrays: Sequence[Any]) -> Traced:
 
 def _split(array: Traced, parts: int, axis: int = 0) -> list[Traced]:
     width, before = array.shape[axis] // parts, (slice(None),) * axis
-    return [array[(*before, slice(n * width, (n + 1) * width))] for n in range(parts)]
+    return [array[before + (slice(n * width, (n + 1) * width),)] for n in range(parts)]  # noqa: RUF005
 
 
 def erf(array: Any) -> Any:

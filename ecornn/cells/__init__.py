@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ecornn.cells.base import Cell, largest, mean, normalized, pointwise, product, softmax
+from ecornn.cells.base import Cell, derive, largest, mean, normalized, pointwise, product, softmax
 from ecornn.cells.builtin import GRU, LSTM, SLSTM, GRUResetBefore, IndRNN, VanillaReLU, VanillaTanh
-from ecornn.cells.deriving import derive
 from ecornn.cells.options import Optioned, parse
 from ecornn.errors import ArgumentError
 

@@ -334,7 +334,7 @@ def _text(lines: Sequence[Line], x: float, y: float) -> tuple[list[str], float]:
 def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, letter: float) -> tuple[list[str], float]:
     """Two lanes, or one."""
     each = (width - GAP * (len(roles) - 1)) / len(roles)
-    parts, lanes, below = [], [], 0.0
+    parts, lanes, below = list[str](), [], 0.0
     for number, role in enumerate(roles):
         left = number * (each + GAP)
         warps, some = role.threads // _WARP, "each" if role.blocks == kernel.blocks > 1 else role.blocks

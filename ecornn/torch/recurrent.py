@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.boundary import public
 from ecornn.cells import Cell, get
-from ecornn.cells.deriving import derives, learned_shapes
+from ecornn.cells.base import derives, learned_shapes
 from ecornn.errors import ArgumentError, ShapeError
 from ecornn.torch import engine
 from ecornn.torch.compiling import checked_keep
