@@ -88,10 +88,10 @@ def plots(best: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str
     for name, batches in groups.items():
         series: list[Any] = []
         for batch, unsorted in sorted(batches.items()):
-            sizes = sorted(unsorted.items())
-            points = [(float(h), one.trial.times.median) for h, one in sizes if one.trial.times]
-            floors = [(float(h), one.floor.total_us) for h, one in sizes if one.floor]
-            others = [(float(h), min(peers.values())) for h, one in sizes if (peers := results.peers(one.trial))]
+            best_of = sorted(unsorted.items())
+            points = [(float(h), one.trial.times.median) for h, one in best_of if one.trial.times]
+            floors = [(float(h), one.floor.total_us) for h, one in best_of if one.floor]
+            others = [(float(h), min(peers.values())) for h, one in best_of if (peers := results.peers(one.trial))]
             if len(points) >= SERIES:
                 series.append((f"B={batch}", points, floors, others))
         if series:
