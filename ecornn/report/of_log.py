@@ -1,4 +1,4 @@
-"""What the page shows of a log: its searches, with the effect of each knob, and the best of every layer beside its
+"""The content of the page: the searches of a log, with the effect of each knob, and the best of every layer beside its
 floor, with what its schedule says of it, and the lines of code that each knob makes."""
 
 from __future__ import annotations
