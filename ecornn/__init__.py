@@ -28,42 +28,22 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "derive", "errors", "largest", "load",
            "mean", "normalized", "pointwise", "product", "reference", "reference_gradients", "softmax", "tune"]
 
-# Public name -> (module, name in it); an empty name is the module itself.
-_PLACES = {
-    "Cell": ("ecornn.cells", "Cell"),
-    "Columns": ("ecornn.runtime", "Columns"),
-    "Layer": ("ecornn.runtime", "Layer"),
-    "Module": ("ecornn.runtime", "Module"),
-    "compile": ("ecornn.compiler", "compile"),
-    "derive": ("ecornn.cells", "derive"),
-    "errors": ("ecornn.errors", ""),
-    "largest": ("ecornn.cells", "largest"),
-    "load": ("ecornn.runtime", "load"),
-    "mean": ("ecornn.cells", "mean"),
-    "normalized": ("ecornn.cells", "normalized"),
-    "pointwise": ("ecornn.cells", "pointwise"),
-    "product": ("ecornn.cells", "product"),
-    "reference": ("ecornn.numpy_reference", "reference"),
-    "reference_gradients": ("ecornn.numpy_gradients", "reference_gradients"),
-    "softmax": ("ecornn.cells", "softmax"),
-    "tune": ("ecornn.tune", ""),
-}
+_MODULES = {  # that have public names; errors and tune are such names themselves
+    "ecornn.cells": ("Cell", "derive", "largest", "mean", "normalized", "pointwise", "product", "softmax"),
+    "ecornn.compiler": ("compile",), "ecornn.numpy_gradients": ("reference_gradients",),
+    "ecornn.numpy_reference": ("reference",), "ecornn.runtime": ("Columns", "Layer", "Module", "load")}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        value: Any = version("ecornn")
-    elif name in _PLACES:
-        from importlib import import_module
-
-        place, attribute = _PLACES[name]
-        value = import_module(place)
-        if attribute:
-            value = getattr(value, attribute)
-    else:
+    if name not in __all__:
         raise AttributeError(f"module 'ecornn' has no attribute {name!r}")
+    from importlib import import_module
+
+    if name == "__version__":
+        value: Any = import_module("importlib.metadata").version("ecornn")
+    else:
+        place = next((module for module, names in _MODULES.items() if name in names), None)
+        value = getattr(import_module(place), name) if place else import_module(f"ecornn.{name}")
     globals()[name] = value  # the next look-up does not come here
     return value
 

@@ -1,8 +1,6 @@
-"""Nothing untyped leaves the package: a fault of its own becomes an :class:`~ecornn.errors.InternalError`.
-
-Public functions have the decorator :func:`public`. Calls that take microseconds have a ``try`` of their own, which
-costs nothing, and :func:`refuse_untyped` behind it.
-"""
+"""Nothing untyped leaves the package: a fault of its own becomes an :class:`~ecornn.errors.InternalError`. Public
+functions have the decorator :func:`public`. Calls that take microseconds have a ``try`` of their own, which costs
+nothing, and :func:`refuse_untyped` behind it."""
 
 from __future__ import annotations
 
@@ -37,7 +35,8 @@ def public(function: F) -> F:
         except Exception as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:  # else its caller gave what the function does not take
-                refuse_untyped(error, lambda: call_text(function, args, kwargs))
+                refuse_untyped(error, lambda: f"{function.__module__}.{function.__qualname__}(" + ", ".join(
+                    [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]) + ")")
             raise
 
     return boundary  # type: ignore[return-value]
@@ -45,10 +44,8 @@ def public(function: F) -> F:
 
 def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
     """Raises :class:`~ecornn.errors.InternalError` from an error that the package raised itself, and not on purpose;
-    ``layer`` gives the call as text.
-
-    Returns where the error is one of :mod:`ecornn.errors`, of a kind that is raised on purpose, or another's: the last
-    frame that is not a library's decides whose it is. A step or a hook that a user wrote is so told from a fault here.
+    ``layer`` gives the call as text. The last frame that is not a library's decides whose it is: a step or a hook that
+    a user wrote is so told from a fault here.
     """
     fault = isinstance(error, UNTYPED) or type(error).__module__.partition(".")[0] in ("tvm", "tvm_ffi")
     if fault and not isinstance(error, EcornnError) and ours(error):
@@ -60,8 +57,7 @@ def ours(error: BaseException) -> bool:
     frame, own = error.__traceback__, False
     while frame is not None:
         name = str(frame.tb_frame.f_globals.get("__name__", "importlib"))  # C++ has none
-        root = name.partition(".")[0]
-        if root not in LIBRARIES:
+        if (root := name.partition(".")[0]) not in LIBRARIES:
             own = root == "ecornn" and name not in INSTEAD
         frame = frame.tb_next
     return own
@@ -71,21 +67,15 @@ def versions() -> str:
     """Lists the versions of the package, Python and the loaded libraries."""
     from importlib.metadata import PackageNotFoundError, version
 
-    said = []
-    for name, module in (("ecornn", "ecornn"), ("apache-tvm", "tvm"), ("apache-tvm-ffi", "tvm_ffi"),
-                         ("torch", "torch"), ("numpy", "numpy"), ("onnx", "onnx"), ("jax", "jax")):
+    said, packages = [], {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
+    for module in ("ecornn", "tvm", "tvm_ffi", "torch", "numpy", "onnx", "jax"):
         if module in sys.modules:
+            name = packages.get(module, module)
             try:
                 said.append(f"{name} {version(name)}")
             except PackageNotFoundError:  # a checkout that is not installed
                 said.append(f"{name} of unknown version")
     return ", ".join((*said, f"Python {platform.python_version()}", platform.platform()))
-
-
-def call_text(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A call as it is written, arrays by type and shape."""
-    given = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]
-    return f"{function.__module__}.{function.__qualname__}({', '.join(given)})"
 
 
 def shown(value: object) -> str:

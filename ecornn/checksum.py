@@ -1,8 +1,6 @@
-"""A digest at the end of a module file: the dynamic loader runs any file, damaged or not.
-
-SHA-256, as in the build cache: a file of 5 MB takes 3 ms, and 15 on a CPU without instructions for it. It is there
-for damage, not against people. Bytes behind the last section of a shared library are nobody else's.
-"""
+"""A digest at the end of a module file: the dynamic loader runs any file, damaged or not. SHA-256, as in the build
+cache: a file of 5 MB takes 3 ms, and 15 on a CPU without instructions for it. It is there for damage, not against
+people. Bytes behind the last section of a shared library are nobody else's."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ class LayerPlan:
 
         programs: dict[object, Program] = {}
         for task, choice, inner in zip(self.tasks, self.chosen, self.backward, strict=True):
-            key = task.workload, task.traversal
-            if key not in programs:
+            if (key := (task.workload, task.traversal)) not in programs:
                 backward = (inner.schedule, inner.config) if inner is not None else None
                 programs[key] = make_program(choice.schedule, task, choice.config, backward, self.overlap)
         return tuple(programs[task.workload, task.traversal] for task in self.tasks)
@@ -87,10 +86,8 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
 
 
 def device_of(target: str | Device | None) -> Device:
-    """The device of a target; None: the GPU if there is one, else the CPU.
-
-    Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not
-    at hand.
+    """The device of a target; None: the GPU if there is one, else the CPU. Raises
+    :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at hand.
     """
     from ecornn.tune.choose import default_target
 
@@ -112,11 +109,10 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
     from ecornn.tune.log import Log, read_all, warn
     from ecornn.tune.record import Trial
 
-    for name, value, kinds, allowed in (
-            ("schedule", schedule, (str, NoneType), "a schedule's name"),
-            ("config", config, (Mapping, NoneType), "a dict of knobs and their values")):
-        if not isinstance(value, kinds):
-            raise ArgumentError(name, value, allowed)
+    if not isinstance(schedule, (str, NoneType)):
+        raise ArgumentError("schedule", schedule, "a schedule's name")
+    if not isinstance(config, (Mapping, NoneType)):
+        raise ArgumentError("config", config, "a dict of knobs and their values")
     device = device_of(target)
     log, stack = read_all(hidden=layer.workload.hidden), layer.stack
     warn(log)
@@ -170,6 +166,13 @@ def build_archive(planned: LayerPlan, out: Path) -> Path:
     return build_archive(*_complete(planned), out)
 
 
+def generate(planned: LayerPlan) -> Generated:
+    """The code alone, for any machine; nothing is linked."""
+    from ecornn.build.module import generate as generate_code
+
+    return generate_code(_complete(planned)[0], planned.device)
+
+
 def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
     """The program and its manifest."""
     from ecornn.compose import compose
@@ -181,15 +184,6 @@ def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
                              program, choice.provenance, planned.stack, planned.overlap)
     names = dict.fromkeys(f.schedule.name for f in planned.chosen)
     return program, structs.replace(manifest, schedule="+".join(names))
-
-
-def generate(planned: LayerPlan) -> Generated:
-    """The code alone, for any machine; nothing is linked."""
-    from ecornn.build.module import generate as generate_code
-    from ecornn.compose import compose
-
-    return generate_code(compose(planned.stack, planned.workload, planned.programs(), planned.overlap),
-                         planned.device)
 
 
 @public
@@ -255,12 +249,11 @@ def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, sched
     from ecornn.runtime.loader import load
 
     planned = plan_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap)
+
+    def built(file: Path) -> Module:
+        build(planned, file)
+        return load(file)
+
     if out is not None:
-        build(planned, Path(out))
-        return load(Path(out))
-
-    def built(folder: Path) -> Module:
-        build(planned, folder / f"{planned.cell.name}.so")
-        return load(folder / f"{planned.cell.name}.so")
-
-    return temporary.lasting(built)
+        return built(Path(out))
+    return temporary.lasting(lambda folder: built(folder / f"{planned.cell.name}.so"))

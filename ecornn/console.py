@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from functools import partial
 
 PACKAGES = {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi", "xgboost": "xgboost-cpu"}  # module: what brings it
 HINT = ("this installation runs module files and no more. To compile and tune, install ecornn with what it requires: "
         "pip install of its wheel file or checkout, without --no-deps")
-
-
-def main() -> None:
-    """``ecornn``."""
-    _run("main")
-
-
-def tune() -> None:
-    """``ecornn-tune``."""
-    _run("tune")
-
-
-def compile() -> None:
-    """``ecornn-compile``."""
-    _run("compile")
 
 
 def _run(name: str) -> None:
@@ -30,16 +15,14 @@ def _run(name: str) -> None:
         import ecornn.cli
 
         getattr(ecornn.cli, name)(prog_name="ecornn" if name == "main" else f"ecornn-{name}")
-    except ModuleNotFoundError as error:
-        _missing(error)
+    except ModuleNotFoundError as error:  # one of ecornn's own that is not there is a fault
+        root = (error.name or "").partition(".")[0]
+        if root in ("", "ecornn"):
+            raise
+        print(f"error: {PACKAGES.get(root, root)} is not installed: {HINT}", file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:  # before a command begins, which has its own way to end
         raise SystemExit(130) from None
 
 
-def _missing(error: ModuleNotFoundError) -> NoReturn:
-    """Says which package is missing, and exits with 2; a module of ecornn's own that is not there is a fault."""
-    root = (error.name or "").partition(".")[0]
-    if root in ("", "ecornn"):
-        raise error
-    print(f"error: {PACKAGES.get(root, root)} is not installed: {HINT}", file=sys.stderr)
-    raise SystemExit(2) from None
+main, tune, compile = (partial(_run, name) for name in ("main", "tune", "compile"))  # ecornn, ecornn-tune, ...

@@ -12,24 +12,14 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """The features of a GPU that kernels may use.
+    """The features of a GPU that kernels may use."""
 
-    Attributes
-    ----------
-    tensor_cores : mma of 16-bit types and TF32, and asynchronous copies
-    fp8 : mma of 8-bit floating-point types
-    bulk_copies : copies that an mbarrier counts, and ``st.async``
-    early_launches : programmatic dependent launch
-    cluster : blocks of a cluster at most; more than 8 are not portable, but every GPU that has 16 here has them
-    warpgroups : products of warpgroups, and their registers
-    """
-
-    tensor_cores: bool = False
-    fp8: bool = False
-    bulk_copies: bool = False
-    early_launches: bool = False
-    cluster: int = 1
-    warpgroups: bool = False
+    tensor_cores: bool = False  # mma of 16-bit types and TF32, and asynchronous copies
+    fp8: bool = False  # mma of 8-bit floating-point types
+    bulk_copies: bool = False  # copies that an mbarrier counts, and `st.async`
+    early_launches: bool = False  # programmatic dependent launch
+    cluster: int = 1  # blocks of one at most; more than 8 are not portable, but every GPU that has 16 here has them
+    warpgroups: bool = False  # products of warpgroups, and their registers
 
 
 # From a compute capability on; and those of one architecture alone, whose names end in a letter.
@@ -46,30 +36,17 @@ def architecture_of(capability: int) -> str:
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A target and the capabilities that schedules plan with.
-
-    Attributes
-    ----------
-    kind : ``cuda`` or ``llvm``
-    arch : ``sm_90a`` and the like, or the CPU's LLVM name such as ``znver4``
-    name : the product's name, for people and for ranking records
-    cores : streaming multiprocessors, or physical CPU cores
-    shared : bytes of shared memory that one block can use (CUDA)
-    registers : 32-bit registers of one multiprocessor (CUDA)
-    l2 : bytes of L2 cache (CUDA: of the chip; CPU: of one core)
-    memory : bytes of device memory; 0 where unknown
-    features : LLVM attributes such as ``avx512f``: all those that the code is built for (CPU)
-    """
+    """A target and the capabilities that schedules plan with."""
 
     kind: Literal["cuda", "llvm"]
-    arch: Text
-    name: Text
-    cores: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    shared: Size = 0
-    registers: Size = 0
-    l2: Size = 0
-    memory: Size = 0
-    features: Annotated[tuple[Text, ...], msgspec.Meta(max_length=256)] = ()
+    arch: Text  # `sm_90a` and the like, or the CPU's LLVM name such as `znver4`
+    name: Text  # the product's, for people and for ranking records
+    cores: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]  # streaming multiprocessors, or physical CPU cores
+    shared: Size = 0  # bytes of shared memory that one block can use (CUDA)
+    registers: Size = 0  # 32-bit registers of one multiprocessor (CUDA)
+    l2: Size = 0  # bytes of L2 cache (CUDA: of the chip; CPU: of one core)
+    memory: Size = 0  # bytes of device memory; 0 where unknown
+    features: Annotated[tuple[Text, ...], msgspec.Meta(max_length=256)] = ()  # LLVM attributes of the code (CPU)
 
     @property
     def can(self) -> Capabilities:
@@ -79,12 +56,10 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> Device:
-        """This device without ``memory``, by which runs, records and servers tell devices apart.
-
-        Of equal machines memory differs by some kilobytes, of one machine from boot to boot, and of GPUs by some
-        megabytes; no schedule looks at it. Rounded, it would still differ where it lies at a boundary. The name tells
-        products of other memory apart, slices of a GPU (MIG) too.
-        """
+        """This device without ``memory``, by which runs, records and servers tell devices apart. Of equal machines
+        memory differs by some kilobytes, of one machine from boot to boot, and of GPUs by some megabytes; no schedule
+        looks at it. Rounded, it would still differ where it lies at a boundary. The name tells products of other memory
+        apart, slices of a GPU (MIG) too."""
         return msgspec.structs.replace(self, memory=0)
 
     def clusters(self, blocks: int) -> int:

@@ -7,21 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataType:
-    """One data type of x, y, states and weights.
+    """One data type of x, y, states and weights."""
 
-    Attributes
-    ----------
-    code, bits : as DLPack describes it (DLDataTypeCode)
-    devices : kinds of devices that serve it
-    tolerance : the relative error ||y - reference|| / ||reference|| that an output may have
-    gradients : the same of the recurrence of an adjoint; None: no such recurrence is tuned
-    """
-
-    code: int
+    code: int  # DLPack's DLDataTypeCode
     bits: int
-    devices: tuple[str, ...]
-    tolerance: float
-    gradients: float | None = None
+    devices: tuple[str, ...]  # the kinds that serve it
+    tolerance: float  # the relative error ||y - reference|| / ||reference|| that an output may have
+    gradients: float | None = None  # the same of the recurrence of an adjoint; None: no such recurrence is tuned
 
 
 # Tolerances. float32: a few roundings of a long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice
@@ -29,12 +21,10 @@ class DataType:
 # of its factors, operands and outputs make of an LSTM's or a GRU's, 4.6e-4 and 3.9e-3 in 8 steps; gradients are
 # differences of sums.
 _FLOAT, _BFLOAT = 2, 4
-TABLE = {
-    "float32": DataType(_FLOAT, 32, ("cuda", "llvm"), 1e-5, 2e-5),
-    "float16": DataType(_FLOAT, 16, ("cuda",), 6e-4, 1e-3),
-    "bfloat16": DataType(_BFLOAT, 16, ("cuda",), 5e-3, 8e-3),
-    "float64": DataType(_FLOAT, 64, ("llvm",), 1e-13),
-}
+TABLE = {"float32": DataType(_FLOAT, 32, ("cuda", "llvm"), 1e-5, 2e-5),
+         "float16": DataType(_FLOAT, 16, ("cuda",), 6e-4, 1e-3),
+         "bfloat16": DataType(_BFLOAT, 16, ("cuda",), 5e-3, 8e-3),
+         "float64": DataType(_FLOAT, 64, ("llvm",), 1e-13)}
 DTYPES = tuple(TABLE)
 SERVED = {kind: tuple(name for name, row in TABLE.items() if kind in row.devices) for kind in ("cuda", "llvm")}
 ITEMSIZE = {name: row.bits // 8 for name, row in TABLE.items()} | {"int8": 1}

@@ -10,10 +10,7 @@ class EcornnError(Exception):
 
 
 class ArgumentError(EcornnError, ValueError):
-    """An argument has a value that is not allowed.
-
-    The message names the argument, the value and what is allowed.
-    """
+    """An argument has a value that is not allowed. The message names both, and what is allowed."""
 
     def __init__(self, argument: str, value: object, allowed: str) -> None:
         super().__init__(f"{argument}={value!r} is not allowed; expected {allowed}")

@@ -1,7 +1,5 @@
-"""Why a layer gets the schedule that it gets, and what to expect of it, as data.
-
-:func:`explain` takes a plan, which nothing was built of, and needs neither the device nor a compiler.
-"""
+"""Why a layer gets the schedule that it gets, and what to expect of it, as data: from a plan, which nothing was built
+of, with neither the device nor a compiler."""
 
 from __future__ import annotations
 
@@ -29,32 +27,26 @@ if TYPE_CHECKING:
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """A step in numbers, as the analysis has it.
-
-    ``travels``: states, or what is computed of them, that other units multiply or sum, a list for each exchange of the
-    step; ``stays``: states that do not. ``hoisted``: products of x, done for all steps at once; ``products``: the
-    others. ``multiplications`` of a step of all rows, hoisted ones not counted.
-    """
+    """A step in numbers, as the analysis has it."""
 
     states: list[str]
     output: str
-    hoisted: int
-    products: int
+    hoisted: int  # products of x, done for all steps at once
+    products: int  # the others
     statistics: int
-    travels: list[list[str]]
-    stays: list[str]
+    travels: list[list[str]]  # states, or what is computed of them, that other units need, a list for each exchange
+    stays: list[str]  # states that no other unit needs
     weights: int
     weight_bytes: int
-    multiplications: int
+    multiplications: int  # of a step of all rows, hoisted ones not counted
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A schedule for the device: ``refuses`` is its reason where it does not serve the layer; ``expected_us`` the time
-    that is expected of a step of its default, None where nobody can say."""
+    """A schedule for the device."""
 
     schedule: str
-    refuses: str | None
-    expected_us: float | None
+    refuses: str | None  # why it does not serve the layer
+    expected_us: float | None  # of a step of its default; None where nobody can say
     chosen: bool
 
 
@@ -84,14 +76,9 @@ class FloorTerms(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Sequences of a layer that are alike, or the backward pass of these (``entry``).
-
-    ``chip``: the configuration's blocks, threads of a block, registers of a thread and bytes of shared memory of a
-    block, by the names of :data:`CHIP`; on a CPU threads and bytes of weights of each. ``expected_us``: by the
-    schedule's own estimate, None where it has none; ``stages_us``: the parts of that, but for work beside the
-    recurrence. ``held_bytes``: places of a block's recurrent weights while steps go by -> bytes. ``sequence_us``: of
-    all T steps, by the record, or else the estimate.
-    """
+    """Sequences of a layer that are alike, or the backward pass of these (``entry``). ``chip``: the configuration's
+    blocks, threads of a block, registers of a thread and bytes of shared memory of a block, by the names of
+    :data:`CHIP`; on a CPU threads and bytes of weights of each."""
 
     labels: list[str]
     entry: str
@@ -103,15 +90,15 @@ class Part(msgspec.Struct, frozen=True):
     why: str
     record: RecordUsed | None
     chip: dict[str, float]
-    expected_us: float | None
+    expected_us: float | None  # by the schedule's own estimate, where it has one
     floor: FloorTerms | None
-    sequence_us: float | None
-    stages_us: dict[str, float]
-    held_bytes: dict[str, int]
+    sequence_us: float | None  # of all T steps, by the record, or else the estimate
+    stages_us: dict[str, float]  # the parts of the estimate, but for work beside the recurrence
+    held_bytes: dict[str, int]  # places of a block's recurrent weights while steps go by -> bytes
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """An explanation of a layer on a device; ``no_floor`` says why no part has a floor."""
+    """An explanation of a layer on a device."""
 
     layer: str
     stack: str
@@ -120,11 +107,10 @@ class Explanation(msgspec.Struct, frozen=True):
     arch: str
     cores: int
     parts: list[Part]
-    no_floor: str | None
+    no_floor: str | None  # why no part has a floor
 
 
-# Features of schedules that say what a configuration takes on the chip -> their names in a :class:`Part`; and these in
-# words, behind a number, for those that people are shown.
+# Features of schedules that say what a configuration takes on the chip -> their names in a Part; and these in words
 CHIP = {"blocks": "blocks", "threads": "threads", "registers": "registers", "shared": "shared_bytes",
         "streamed": "streamed_weights", "thread_weight_bytes": "weight_bytes_of_a_thread"}
 ON_A_CPU = {"threads": "threads_of_a_call"}
@@ -141,39 +127,32 @@ def explain(planned: LayerPlan) -> Explanation:
     parts: dict[object, tuple[list[str], Task, Found, str]] = {}
     labels = [part.label for part in planned.stack.parts(planned.workload)]
     for label, task, found, inner in zip(labels, planned.tasks, planned.chosen, planned.backward, strict=True):
-        both = [("run", task, found)] + ([("backward", adjoint_task(task), inner)] if inner is not None else [])
-        for entry, of, choice in both:
+        for entry, of, choice in [("run", task, found)] + (
+                [("backward", adjoint_task(task), inner)] if inner is not None else []):
             key = entry, task.workload, choice.schedule.name, str(choice.config), choice.provenance
             parts.setdefault(key, ([], of, choice, entry))[0].append(label)
     device = planned.device
-    known = measured(device.name) is not None
     return Explanation(
         str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else "",
         device.name, device.arch, device.cores, [_part(*of) for of in parts.values()],
-        None if known else f"nobody has measured what {device.name} can do at most")
+        None if measured(device.name) else f"nobody has measured what {device.name} can do at most")
 
 
 def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
-    graph, work = task.graph, task.workload
-    step = summary(task)
-    plan = found.schedule.plan(task, found.config)
-    features = found.schedule.features(task, plan)
-    estimate = features.get("estimate")
-    trial = found.line.record if found.line is not None else None
-    record = None
-    if isinstance(trial, Trial) and trial.times is not None and found.line is not None:
-        of = trial.workload
-        record = RecordUsed(found.line.path.name, found.line.number, trial.time, trial.device.name, of.batch, of.input,
-                            of.seq, trial.times.median, trial.times.p20, trial.times.p80)
+    graph, schedule, line, record = task.graph, found.schedule, found.line, None
+    plan = schedule.plan(task, found.config)
+    features, cut = schedule.features(task, plan), schedule.cut(task, plan)
+    if line is not None and isinstance(trial := line.record, Trial) and trial.times is not None:
+        of, times = trial.workload, trial.times
+        record = RecordUsed(line.path.name, line.number, trial.time, trial.device.name, of.batch, of.input, of.seq,
+                            times.median, times.p20, times.p80)
     bounded = entry == "run" and graph.product_phases and most_heads(graph) == 1 and not narrow_terms(graph)
-    least = floor_terms(task) if bounded else None
-    expected = None if estimate is None else estimate / 1e3
+    expected = features["estimate"] / 1e3 if "estimate" in features else None
     best = record.us if record is not None else expected
-    stages = {name: ns / 1e3 for name, ns in found.schedule.stages(task, plan).items()}
-    cut = found.schedule.cut(task, plan)
-    return Part(labels, entry, str(work), step, alternatives(task, found), found.schedule.name, dict(found.config),
-                found.provenance, record, chip_of(features, task.device), expected,
-                least, None if best is None else best * work.seq, stages,
+    return Part(labels, entry, str(task.workload), summary(task), alternatives(task, found), schedule.name,
+                dict(found.config), found.provenance, record, chip_of(features, task.device), expected,
+                floor_terms(task) if bounded else None, None if best is None else best * task.workload.seq,
+                {name: ns / 1e3 for name, ns in schedule.stages(task, plan).items()},
                 {where: size for where, size in cut.held.items() if size} if cut is not None else {})
 
 
@@ -185,28 +164,25 @@ def chip_of(features: Mapping[str, float], device: Device) -> dict[str, float]:
 
 def summary(task: Task) -> StepSummary:
     """The step of a task in numbers."""
-    graph, work = task.graph, task.workload
-    phases = graph.phases
+    graph, work, phases = task.graph, task.workload, task.graph.phases
     exchanged = [sorted({v.name for v in (*p.operands, *(o for s in p.statistics for o in s.operands))})
                  for p in phases]
     operands = {v.name for p in phases for v in p.operands}
-    stays = [name for name, leaf in graph.states.items() if leaf.name not in operands]
-    products = sum(len(product.terms) for p in phases for product in p.products)
+    terms = [term for p in phases for product in p.products for term in product.terms]
     size = 2.0 if work.weights in ("bfloat16", "int16") else {"int8": 1.0, "int21": 8 / 3}.get(
         work.weights or "", float(work.itemsize))
-    weights = sum((t.rows or work.hidden) * (t.columns or work.hidden // t.heads)
-                  for p in phases for q in p.products for t in q.terms)
-    output = graph.output or ", ".join(v.name for v in graph.outputs)
-    return StepSummary(list(graph.states), output, len(graph.hoisted_products), products,
-                       len(graph.statistics), exchanged, stays, weights, round(weights * size), weights * work.batch)
+    weights = sum((t.rows or work.hidden) * (t.columns or work.hidden // t.heads) for t in terms)
+    return StepSummary(list(graph.states), graph.output or ", ".join(v.name for v in graph.outputs),
+                       len(graph.hoisted_products), len(terms), len(graph.statistics), exchanged,
+                       [name for name, leaf in graph.states.items() if leaf.name not in operands], weights,
+                       round(weights * size), weights * work.batch)
 
 
 def alternatives(task: Task, found: Found) -> list[Alternative]:
     """Every schedule for the kind of device: why it refuses the task, or the time that is expected of it."""
     listed = []
     for schedule in candidates(task.device):
-        reason = refusal(schedule, task)
-        expected = math.inf
+        reason, expected = refusal(schedule, task), math.inf
         if reason is None:
             expected = schedule.features(task, schedule.plan(task, schedule.default(task))).get("estimate", math.inf)
         listed.append(Alternative(schedule.name, reason, expected / 1e3 if math.isfinite(expected) else None,
@@ -227,5 +203,5 @@ def floor_terms(task: Task) -> FloorTerms | None:
 
 def step_of(graph: StepGraph) -> Step:
     """The numbers of products and exchanges of a step, by which its floor is computed."""
-    return Step(sum(len(p.products) for p in graph.product_phases), len(graph.hoisted_products),
-                len(graph.product_phases))
+    phases = graph.product_phases
+    return Step(sum(len(p.products) for p in phases), len(graph.hoisted_products), len(phases))

@@ -1,8 +1,5 @@
-"""Locks of files, by which processes take turns.
-
-A process may be stopped (SIGSTOP, a debugger, a container that is frozen) while it holds one. Others say that they wait
-and for what, and not for ever.
-"""
+"""Locks of files, by which processes take turns. A process may be stopped (SIGSTOP, a debugger, a container that is
+frozen) while it holds one: others say that they wait and for what, and not for ever."""
 
 from __future__ import annotations
 
@@ -19,14 +16,11 @@ LOOK = 1.0  # seconds between two looks whether there is still something to wait
 @contextlib.contextmanager
 def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool] | None = None) -> Iterator[bool]:
     """Holds the lock of the file ``path``: yields True; or False where another process has not given it back within
-    ``limit`` seconds, or has ``done`` its work.
-
-    The logger ``ecornn`` is told who waits for what, and what happens ``otherwise``, after that time. Raises
-    :class:`OSError` where there can be no such file.
-    """
+    ``limit`` seconds, or has ``done`` its work. The logger ``ecornn`` is told who waits for what, and what happens
+    ``otherwise``, after that time. Raises :class:`OSError` where there can be no such file."""
     from filelock import FileLock, Timeout
 
-    lock, begin, word = FileLock(path), time.monotonic(), SAID
+    lock, begin, word, log = FileLock(path), time.monotonic(), SAID, logging.getLogger("ecornn")
     other = f"another process, which may be stopped (fuser -v {path} names it)"
     while True:
         waited = time.monotonic() - begin
@@ -35,15 +29,14 @@ def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool
             break
         except Timeout:
             waited = time.monotonic() - begin
-        if done is not None and done():
-            yield False
-            return
-        if waited >= limit:
-            logging.getLogger("ecornn").warning("waited %.0f s for %s: %s", waited, other, otherwise)
+        finished = done is not None and done()
+        if not finished and waited >= limit:
+            log.warning("waited %.0f s for %s: %s", waited, other, otherwise)
+        if finished or waited >= limit:
             yield False
             return
         if waited >= word:
-            logging.getLogger("ecornn").warning("waiting for %s; after %.0f s: %s", other, limit, otherwise)
+            log.warning("waiting for %s; after %.0f s: %s", other, limit, otherwise)
             word *= 2
     try:
         yield True

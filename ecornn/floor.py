@@ -28,8 +28,6 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4}
 SLOWER = {"float16": 1.0, "bfloat16": 1.0, "tf32": 2.0, "float32": 6.0}  # TF32 has half the rate; float32 is three
 TILE = 8  # rows that one mma or wgmma multiplies at least
-
-
 H100 = KNOWN["sm_90a"]
 
 
@@ -78,13 +76,8 @@ def floor_of(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, stored
     """The floor of any step; ``stored``: bytes of a recurrent weight, where they are not those of ``dtype``."""
     cuts = (_cut(gpu, step, B, I, H, dtype, groups, blocks, stored or BYTES[dtype])
             for groups in range(1, min(B, gpu.cores) + 1) for blocks in range(1, gpu.cores // groups + 1)
-            if blocks > gpu.can.cluster or groups <= gpu.clusters(_size(blocks)))
+            if blocks > gpu.can.cluster or groups <= gpu.clusters(1 << (blocks - 1).bit_length()))  # a cluster's size
     return min(cuts, key=lambda f: f.total)
-
-
-def _size(blocks: int) -> int:
-    """Blocks of the cluster that has at least so many."""
-    return 1 << (blocks - 1).bit_length()
 
 
 def _cut(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, groups: int, blocks: int, stored: int) -> Floor:
@@ -96,11 +89,9 @@ def _cut(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, groups: in
     beyond = groups * (weights - blocks * min(each, registers + gpu.shared))
     nanoseconds = shared / bounds.shared + (beyond / (bounds.l2 if weights <= gpu.l2 else bounds.memory)
                                           + B * (I + H) * size / bounds.memory)
-    return Floor(
-        exchange=step.exchanges * (_exchange(gpu, blocks) + _fetched(gpu, rows, H, size, groups, blocks)),
-        recurrent=2e-3 * step.products * H * H * max(rows, TILE) / (rate * blocks),
-        projection=2e-3 * step.hoisted * H * I * B / (rate * gpu.cores), bytes=nanoseconds / 1e3, groups=groups,
-        blocks=blocks)
+    return Floor(step.exchanges * (_exchange(gpu, blocks) + _fetched(gpu, rows, H, size, groups, blocks)),
+                 2e-3 * step.products * H * H * max(rows, TILE) / (rate * blocks),
+                 2e-3 * step.hoisted * H * I * B / (rate * gpu.cores), nanoseconds / 1e3, groups, blocks)
 
 
 def _fetched(gpu: Device, rows: int, H: int, size: int, groups: int, blocks: int) -> float:

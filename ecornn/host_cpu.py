@@ -11,18 +11,14 @@ from ecornn.errors import DeviceError
 
 # Instruction sets that LLVM uses of its own accord, by the kernel's name of the flag. Code is built for those
 # that a device names and for no other of them, and a module is refused where one is missing.
-FLAGS = {
-    "pni": "sse3", "ssse3": "ssse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "sse4a": "sse4a", "popcnt": "popcnt",
-    "lahf_lm": "sahf", "movbe": "movbe", "abm": "lzcnt", "bmi1": "bmi", "bmi2": "bmi2", "adx": "adx", "f16c": "f16c",
-    "fma": "fma", "fma4": "fma4", "xop": "xop", "tbm": "tbm", "gfni": "gfni", "avx": "avx", "avx2": "avx2",
-    "avx_vnni": "avxvnni", "avx_vnni_int8": "avxvnniint8", "avx_ifma": "avxifma", "avx512f": "avx512f",
-    "avx512cd": "avx512cd", "avx512vl": "avx512vl", "avx512bw": "avx512bw", "avx512dq": "avx512dq",
-    "avx512ifma": "avx512ifma", "avx512vbmi": "avx512vbmi", "avx512_vbmi2": "avx512vbmi2",
-    "avx512_vnni": "avx512vnni", "avx512_bitalg": "avx512bitalg", "avx512_vpopcntdq": "avx512vpopcntdq",
-    "avx512_bf16": "avx512bf16", "avx512_fp16": "avx512fp16",
-    "asimd": "neon", "sve": "sve", "sve2": "sve2", "asimddp": "dotprod", "asimdhp": "fullfp16", "bf16": "bf16",
-    "i8mm": "i8mm", "asimdfhm": "fp16fml", "asimdrdm": "rdm", "fcma": "complxnum", "jscvt": "jsconv",
-    "lrcpc": "rcpc", "atomics": "lse", "crc32": "crc"}
+FLAGS = {flag: flag.replace("_", "") for flag in (
+    "ssse3", "sse4a", "popcnt", "movbe", "bmi2", "adx", "f16c", "fma", "fma4", "xop", "tbm", "gfni", "avx", "avx2",
+    "avx_vnni", "avx_vnni_int8", "avx_ifma", "avx512f", "avx512cd", "avx512vl", "avx512bw", "avx512dq", "avx512ifma",
+    "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16", "avx512_fp16",
+    "sve", "sve2", "bf16", "i8mm")} | {
+    "pni": "sse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "lahf_lm": "sahf", "abm": "lzcnt", "bmi1": "bmi",
+    "asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "asimdrdm": "rdm",
+    "fcma": "complxnum", "jscvt": "jsconv", "lrcpc": "rcpc", "atomics": "lse", "crc32": "crc"}
 TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 # what a CPU without a better name gets, widest first: the flags it must have
 LEVELS = (("x86-64-v4", ("avx512f", "avx512vl", "avx512bw", "avx512dq")), ("x86-64-v3", ("avx2", "fma")),
@@ -30,10 +26,8 @@ LEVELS = (("x86-64-v4", ("avx512f", "avx512vl", "avx512bw", "avx512dq")), ("x86-
 
 
 def detect() -> Device:
-    """The CPU that this process may run on; ``cores`` counts physical ones of its affinity mask.
-
-    Raises :class:`DeviceError` where the processor is not x86-64 or arm64.
-    """
+    """The CPU that this process may run on; ``cores`` counts physical ones of its affinity mask. Raises
+    :class:`DeviceError` where the processor is not x86-64 or arm64."""
     info = cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     features = tuple(sorted({FLAGS[f] for f in flags if f in FLAGS}))
@@ -45,15 +39,9 @@ def detect() -> Device:
 
 def named(name: str) -> Device | None:
     """A CPU that need not be at hand, by LLVM's name such as ``neoverse-v1``; None where LLVM has no such name of
-    one with 64 bits.
-
-    What LLVM does not know of it, cores and caches, is that of a small server.
-    """
-    for triple in TRIPLES:
-        if known(name, triple):
-            features = tuple(sorted(promised(name, triple)))
-            return Device("llvm", name, name, cores=4, l2=1 << 20, features=features)
-    return None
+    one with 64 bits. What LLVM does not know of it, cores and caches, is that of a small server."""
+    return next((Device("llvm", name, name, cores=4, l2=1 << 20, features=tuple(sorted(promised(name, triple))))
+                 for triple in TRIPLES if known(name, triple)), None)
 
 
 def known(name: str, triple: str) -> bool:
@@ -87,8 +75,7 @@ def cpuinfo() -> dict[str, str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return {}
-    first = text.split("\n\n", 1)[0]
-    pairs = (line.partition(":") for line in first.splitlines())
+    pairs = (line.partition(":") for line in text.split("\n\n", 1)[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
@@ -109,9 +96,8 @@ def physical_cores(allowed: list[int]) -> int:
     """Cores behind these logical processors, hyper-threads counted once."""
     cores = set()
     for cpu in allowed:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            cores.add(siblings.read_text().strip())
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
         except OSError:
             cores.add(str(cpu))
     return len(cores)

@@ -15,18 +15,14 @@ _CLOCK, _MEMORY_CLOCK = 13, 36
 
 
 def detect(index: int = 0) -> Device | None:
-    """GPU number ``index`` of those that CUDA shows; None without a driver or without that GPU.
-
-    Raises :class:`DeviceError` for a GPU older than compute capability 8.0, or where the driver fails.
-    """
-    driver = _open("libcuda.so.1")
+    """GPU number ``index`` of those that CUDA shows; None without a driver or without that GPU. Raises
+    :class:`DeviceError` for a GPU older than compute capability 8.0, or where the driver fails."""
+    driver, count, handle = _open("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
     if driver is None or driver.cuInit(0) != 0:
         return None
-    count = ctypes.c_int()
     _check(driver, "cuDeviceGetCount", ctypes.byref(count))
     if not 0 <= index < count.value:
         return None
-    handle = ctypes.c_int()
     _check(driver, "cuDeviceGet", ctypes.byref(handle), index)
 
     def attribute(number: int) -> int:
@@ -34,19 +30,18 @@ def detect(index: int = 0) -> Device | None:
         _check(driver, "cuDeviceGetAttribute", ctypes.byref(value), number, handle)
         return value.value
 
-    name = ctypes.create_string_buffer(256)
+    name, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
     _check(driver, "cuDeviceGetName", name, len(name), handle)
-    memory = ctypes.c_size_t()
     _check(driver, "cuDeviceTotalMem_v2", ctypes.byref(memory), handle)
     product = name.value.decode(errors="replace")
     return Device("cuda", architecture(attribute(_MAJOR), attribute(_MINOR), product), product,
                   attribute(_CORES), attribute(_SHARED), attribute(_REGISTERS), attribute(_L2), memory.value)
 
 
-def clocks(index: int = 0) -> tuple[int, int]:
-    """Highest clocks of a GPU's multiprocessors and of its memory, MHz; 0 where unknown."""
+def clocks() -> tuple[int, int]:
+    """Highest clocks of the first GPU's multiprocessors and of its memory, MHz; 0 where unknown."""
     driver, handle, khz = _open("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
-    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), index) != 0:
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), 0) != 0:
         return 0, 0
     mhz = []
     for number in (_CLOCK, _MEMORY_CLOCK):
@@ -72,11 +67,9 @@ def driver_version() -> str | None:
             nvml.nvmlShutdown()
             if told:
                 return text.value.decode()
-    module = Path("/sys/module/nvidia/version")
-    if module.is_file():
+    if (module := Path("/sys/module/nvidia/version")).is_file():
         return module.read_text().strip()
-    driver = _open("libcuda.so.1")
-    number = ctypes.c_int()
+    driver, number = _open("libcuda.so.1"), ctypes.c_int()
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
         return None
     return f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
@@ -91,8 +84,7 @@ def _open(library: str) -> Any:
 
 def _check(driver: Any, function: str, *arguments: Any) -> None:
     """Calls the driver; its errors here mean a broken installation."""
-    result = getattr(driver, function)(*arguments)
-    if result != 0:
+    if (result := getattr(driver, function)(*arguments)) != 0:
         text = ctypes.c_char_p()
         driver.cuGetErrorName(result, ctypes.byref(text))
         reason = (text.value or b"unknown error").decode()

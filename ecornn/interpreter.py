@@ -1,13 +1,10 @@
-"""A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64.
-
-:func:`interpret` is the reference of cells that have no formula in NumPy, for users, the tuner and
-``ecornn check-cell``. ``bench/step_loop.py`` is the other back end, Python that calls PyTorch. Neither knows anything
-of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
-"""
+"""A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64. :func:`interpret` is the
+reference of cells that have no formula in NumPy, for users, the tuner and ``ecornn check-cell``. ``bench/step_loop.py``
+is the other back end, Python that calls PyTorch. Neither knows anything of ``ecornn.analysis``, from which kernels are
+made: an error there must not be in both."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import Cell
-from ecornn.errors import ArgumentError, CellError
-from ecornn.numpy_layers import Formula
+from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
@@ -45,40 +41,27 @@ BINARY = {
     "And": Operator(np.logical_and, "torch.logical_and({0}, {1})"),
     "Or": Operator(np.logical_or, "torch.logical_or({0}, {1})")}
 
-FUNCTIONS = {
-    "exp": Operator(np.exp, "torch.exp({0})"), "exp2": Operator(np.exp2, "torch.exp2({0})"),
+ALIKE = ("exp", "exp2", "log", "log2", "log10", "log1p", "sqrt", "tanh", "sin", "cos", "tan", "sinh", "cosh", "floor",
+         "ceil", "trunc", "round")  # in both libraries, by this name
+FUNCTIONS = {name: Operator(getattr(np, name), f"torch.{name}({{0}})") for name in ALIKE} | {
+    f"a{name}": Operator(getattr(np, f"arc{name}"), f"torch.a{name}({{0}})")
+    for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")} | {
     "exp10": Operator(lambda z: np.power(10.0, z), "torch.pow(10.0, {0})"),
-    "log": Operator(np.log, "torch.log({0})"), "log2": Operator(np.log2, "torch.log2({0})"),
-    "log10": Operator(np.log10, "torch.log10({0})"), "log1p": Operator(np.log1p, "torch.log1p({0})"),
-    "sqrt": Operator(np.sqrt, "torch.sqrt({0})"), "rsqrt": Operator(lambda z: 1.0 / np.sqrt(z), "torch.rsqrt({0})"),
-    "pow": Operator(np.power, "torch.pow({0}, {1})"),
-    "tanh": Operator(np.tanh, "torch.tanh({0})"),
+    "rsqrt": Operator(lambda z: 1.0 / np.sqrt(z), "torch.rsqrt({0})"),
+    "pow": Operator(np.power, "torch.pow({0}, {1})"), "atan2": Operator(np.arctan2, "torch.atan2({0}, {1})"),
     "sigmoid": Operator(lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)), "torch.sigmoid({0})"),
     "erf": Operator(np.vectorize(math.erf, otypes=[np.float64]), "torch.erf({0})"),
-    "fabs": Operator(np.abs, "torch.abs({0})"),
-    "sin": Operator(np.sin, "torch.sin({0})"), "cos": Operator(np.cos, "torch.cos({0})"),
-    "tan": Operator(np.tan, "torch.tan({0})"), "asin": Operator(np.arcsin, "torch.asin({0})"),
-    "acos": Operator(np.arccos, "torch.acos({0})"), "atan": Operator(np.arctan, "torch.atan({0})"),
-    "atan2": Operator(np.arctan2, "torch.atan2({0}, {1})"),
-    "sinh": Operator(np.sinh, "torch.sinh({0})"), "cosh": Operator(np.cosh, "torch.cosh({0})"),
-    "asinh": Operator(np.arcsinh, "torch.asinh({0})"), "acosh": Operator(np.arccosh, "torch.acosh({0})"),
-    "atanh": Operator(np.arctanh, "torch.atanh({0})"),
-    "floor": Operator(np.floor, "torch.floor({0})"), "ceil": Operator(np.ceil, "torch.ceil({0})"),
-    "trunc": Operator(np.trunc, "torch.trunc({0})"), "round": Operator(np.round, "torch.round({0})"),
-    "nearbyint": Operator(np.round, "torch.round({0})"),
+    "fabs": Operator(np.abs, "torch.abs({0})"), "nearbyint": Operator(np.round, "torch.round({0})"),
     "if_then_else": Operator(np.where, "torch.where({0}, {1}, {2})")}
 OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical_not({0})")}
 
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each.
-
-    Returns y (T, B, H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises
-    :class:`CellError` for an operation that is not known here.
-    """
-    now = tuple(np.asarray(s, np.float64) for s in states)
-    rows = np.asarray(x, np.float64)
+    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each. Returns y (T, B,
+    H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises :class:`CellError` for an
+    operation that is not known here."""
+    now, rows = tuple(np.asarray(s, np.float64) for s in states), np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
     for row in rows:
@@ -94,55 +77,11 @@ def output_numbers(cell: Cell) -> tuple[int, ...]:
     return tuple(returned.index(name) for name in cell.output_names())
 
 
-def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
-    """A cell's te step, as :func:`~ecornn.numpy_reference.reference` runs it through sequences. The shapes of x,
-    weights and state tell the cell's sizes."""
-    if not isinstance(cell, Cell):
-        raise ArgumentError("cell", cell, "an ecornn.Cell, or the name of one that has a formula in NumPy")
-    hidden = hidden_size(cell, np.shape(x)[-1] if np.ndim(x) else 1, weights, state)
-    steps: dict[tuple[tuple[int, ...], ...], Step] = {}  # by the shapes of x and a state
-
-    def step(row: Array, states: tuple[Array, ...], weights: Sequence[Array]) -> tuple[Array, ...]:
-        shapes = row.shape, states[0].shape
-        if shapes not in steps:
-            steps[shapes] = Step(cell, *shapes)
-        te_shapes = cell.parameters(cell.own_input(row.shape[1], hidden), hidden)
-        return steps[shapes](row, states, {n: w.reshape(s) for (n, s), w in zip(te_shapes.items(), weights,
-                                                                               strict=True)})
-
-    return Formula(cell.name, tuple(cell.parameters(hidden, hidden)), cell.parameter_name,
-                   lambda inputs, hidden: list(flat_shapes(cell, inputs, hidden).values()), lambda *_: hidden,
-                   len(cell.states), output_numbers(cell), step)
-
-
-def flat_shapes(cell: Cell, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a cell's parameters as a user passes them, gates folded into the first axis, where rows of x have
-    ``width`` values, the cell's inputs among them."""
-    return {n: (s[0] * s[1], *s[2:]) for n, s in cell.parameters(cell.own_input(width, hidden), hidden).items()}
-
-
-def hidden_size(cell: Cell, input: int, weights: Mapping[str, Any], state: Sequence[Any] | None) -> int:
-    """H of a layer: that of a state; else the H for which most weights of the first layer have the shapes that the cell
-    gives them; without parameters I."""
-    if state is not None and len(state) and np.ndim(state[0]):
-        return np.shape(state[0])[-1]
-    given = {n: np.shape(w) for n, w in weights.items()}
-    rows = {shape[0] for shape in given.values() if shape}
-    matches = {input: 0}  # H -> weights that fit
-    for hidden in sorted({d for r in rows for d in range(1, r + 1) if r % d == 0}):
-        with contextlib.suppress(Exception):  # a cell may refuse sizes
-            shapes = flat_shapes(cell, input, hidden)
-            matches[hidden] = sum(given.get(cell.parameter_name(n)) == shape for n, shape in shapes.items())
-    return max(matches, key=lambda hidden: matches[hidden])
-
-
 class Step:
     """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes: its te
-    tensors, and the walk through them.
-
-    Values of tensors and expressions are NumPy arrays, of float64 but for indices and conditions. Another back end
-    overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``.
-    """
+    tensors, and the walk through them. Values of tensors and expressions are NumPy arrays, of float64 but for indices
+    and conditions. Another back end overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``,
+    ``applied``, ``cast`` and ``load``."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
@@ -153,8 +92,7 @@ class Step:
         self.states = [te.placeholder(state, "float32", name=name) for name in cell.states]
         shapes = cell.parameters(self.own, state[1])
         self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
-        given = {**self.parameters, **dict(zip(cell.inputs, self.inputs, strict=True))}
-        returned = cell.step(self.x, self.states, given)
+        returned = cell.step(self.x, self.states, self.parameters | dict(zip(cell.inputs, self.inputs, strict=True)))
         self.results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         self.known: dict[tuple[Operation, int], Any] = {}  # (operation, output) -> its values in this step
 
@@ -209,16 +147,16 @@ class Step:
         if kind == "Cast":
             return self.cast(self.value(e.value, places), str(e.ty))
         if kind == "Not":
-            return self.applied(kind, [self.value(e.a, places)])
-        if kind == "Select":
-            return self.applied("if_then_else",
-                                [self.value(part, places) for part in (e.condition, e.true_value, e.false_value)])
-        if kind in BINARY:
-            return self.applied(kind, [self.value(e.a, places), self.value(e.b, places)])
-        name = e.op.name if kind == "Call" else kind
-        if kind != "Call" or name.rsplit(".", 1)[-1] not in FUNCTIONS:
-            raise CellError(f"the cell uses {name}, {self.UNKNOWN}")
-        return self.applied(name.rsplit(".", 1)[-1], [self.value(a, places) for a in e.args])
+            name, arguments = kind, [e.a]
+        elif kind == "Select":
+            name, arguments = "if_then_else", [e.condition, e.true_value, e.false_value]
+        elif kind in BINARY:
+            name, arguments = kind, [e.a, e.b]
+        elif kind == "Call" and (name := e.op.name.rsplit(".", 1)[-1]) in FUNCTIONS:
+            arguments = e.args
+        else:
+            raise CellError(f"the cell uses {e.op.name if kind == 'Call' else kind}, {self.UNKNOWN}")
+        return self.applied(name, [self.value(argument, places) for argument in arguments])
 
     # -- values in NumPy ------------------------------------------------------------------------
     NOTHING = "NumPy has no reference for"
@@ -281,10 +219,8 @@ class Step:
 
 
 def reduced(name: str, body: Reduce) -> tuple[Expr | None, Expr]:
-    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces.
-
-    Raises :class:`CellError` for what is neither a sum nor a maximum, or has a condition.
-    """
+    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces. Raises
+    :class:`CellError` for what is neither a sum nor a maximum, or has a condition."""
     n, combiner = body.value_index, body.combiner
     result = combiner.result[n]
     sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")

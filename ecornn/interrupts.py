@@ -1,9 +1,7 @@
-"""Ctrl-C where it is safe: a KeyboardInterrupt is raised anywhere, also in the middle of what guards a lock.
-
-``with condition:`` runs ``Condition.__enter__``, which is written in Python. An exception that a signal raises when
-that has the lock, and before the block begins, leaves the lock locked for ever: a thread that needs it, such as one of
-an executor, never ends, nor does a program that waits for it.
-"""
+"""Ctrl-C where it is safe: a KeyboardInterrupt is raised anywhere, also in the middle of what guards a lock. ``with
+condition:`` runs ``Condition.__enter__``, which is written in Python. An exception that a signal raises when that has
+the lock, and before the block begins, leaves the lock locked for ever: a thread that needs it, such as one of an
+executor, never ends, nor does a program that waits for it."""
 
 from __future__ import annotations
 

@@ -15,13 +15,10 @@ from ecornn.workload import BATCH, SEQ, Stack, Workload
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A recurrent layer, or a stack of them, at one size. :func:`ecornn.compile` says what each property means, and
-    has the same names and defaults.
-
-    It is checked when it is made: a cell is loaded, and one of the user's own analysed. Raises
-    :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the argument and what is allowed, and
-    :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed.
-    """
+    """A recurrent layer, or a stack of them, at one size. :func:`ecornn.compile` says what each property means, and has
+    the same names and defaults. It is checked when it is made: a cell is loaded, and one of the user's own analysed.
+    Raises :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the argument and what is allowed, and
+    :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed."""
 
     cell: str | Cell
     hidden: int
@@ -60,10 +57,9 @@ class LayerSpec:
     def workload(self) -> Workload:
         """One sequence of it; in a stack, of the first layer."""
         input = self.hidden if self.input is None else self.input
-        weights = None if self.weights == self.dtype else self.weights
-        precision = None if self.precision == "exact" else self.precision
-        whole = Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype, weights,
-                         precision)
+        whole = Workload(self.loaded.identity(), self.hidden, input, self.batch, self.seq, self.dtype,
+                         None if self.weights == self.dtype else self.weights,
+                         None if self.precision == "exact" else self.precision)
         if self.layers != 1 and len(outputs := self.loaded.output_names()) > 1:
             raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has outputs {', '.join(outputs)}"
                                 ", of which nobody can say what the next layer sees")

@@ -15,9 +15,9 @@ _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the packings' name
-    for it, the cell's own or, in a stack, that with the part's prefix; ``shape`` as PyTorch stores it,
-    ``gates`` the G that its first axis folds in."""
+    """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the packings' name for it, the
+    cell's own or, in a stack, that with the part's prefix; ``shape`` as PyTorch stores it, ``gates`` the G that its
+    first axis folds in."""
 
     name: str
     key: str
@@ -26,38 +26,30 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything the loader needs besides machine code.
+    """Everything the loader needs besides machine code. What there is none of is unset; ``together``, ``dx_in`` and
+    ``in_place`` are those of the program."""
 
-    ``entries`` has for each function of the module the names of the buffers whose pointers it takes, in order.
-    ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or
-    knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
-    program's. ``inputs``, unset where there are none, are names of sequences beside x,
-    of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
-    ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for, and
-    ``packed_for_optional`` the packed buffers that such a call does not read.
-    ``dx_in`` and ``in_place``, unset where there is none, are the program's.
-    ``output`` is the name of y; ``outputs``, unset where there is one, are the names of several, of each of which rows
-    of y have H values, in this order, of one direction after the other.
-    """
-
-    workload: Workload
+    workload: Workload  # with the input size of the first layer
     device: Device
-    schedule: str
-    config: dict[str, int | str | bool]
+    schedule: str  # where the parts of a stack have schedules of their own, each once
+    config: dict[str, int | str | bool]  # of the first part
     provenance: str  # which record was used and why, in one line
     states: tuple[str, ...]
-    output: str
+    output: str  # the name of y
     parameters: tuple[Parameter, ...]
     buffers: tuple[Buffer, ...]
-    entries: dict[str, tuple[str, ...]]
+    entries: dict[str, tuple[str, ...]]  # function -> names of the buffers whose pointers it takes, in order
     versions: dict[str, str]
     format: int = FORMAT
     stack: Stack = SINGLE
     overlap: Overlap = SERIAL
     together: int = 1
+    # sequences beside x: rows of x have H values of each behind its I, in this order; the workload's input counts all
     inputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    # tensors that a call of `backward` may have null for, and the packed buffers that such a call does not read
     optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     packed_for_optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    # several names of y: its rows have H values of each, in this order, of one direction after the other
     outputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     dx_in: str | msgspec.UnsetType = msgspec.UNSET
     in_place: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
@@ -75,11 +67,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def longest(self) -> int:
         """The largest T of a call: no buffer may have more elements than an int32 counts."""
-        work = self.workload
-        widest = max(work.input, self.y_width)
-        limits = [_INDEX_LIMIT // (work.batch * widest)]
-        limits += [(_INDEX_LIMIT - b.extent.fixed) // b.extent.per_step for b in self.buffers if b.extent.per_step]
-        return min(limits)
+        widest = max(self.workload.input, self.y_width)
+        return min([_INDEX_LIMIT // (self.workload.batch * widest), *(
+            (_INDEX_LIMIT - b.extent.fixed) // b.extent.per_step for b in self.buffers if b.extent.per_step)])
 
 
 class _Said(msgspec.Struct):
@@ -91,8 +81,7 @@ class _Said(msgspec.Struct):
 def decode(text: str) -> Manifest:
     """The manifest from its JSON. Raises :class:`ModuleError` where it is of another format, or not as it says."""
     try:
-        number = msgspec.json.decode(text, type=_Said).format
-        if number == FORMAT:
+        if (number := msgspec.json.decode(text, type=_Said).format) == FORMAT:
             return msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
         raise ModuleError(f"not a module of this version of ecornn: {error}") from error

@@ -1,7 +1,9 @@
-"""Modules that a process has compiled, for the next one: from the build cache, and without TVM; or from a folder.
+"""Modules that ``ecornn.torch`` need not compile: of folders of module files, and of the build cache, without TVM.
 
-An entry is found by all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of
-ecornn, its dependencies and compilers.
+A folder goes with a program that PyTorch saved, which so runs where there is no compiler. ``ECORNN_MODULES`` names it,
+or several with colons between them; a module of a folder is found by its manifest. An entry of the cache is found by
+all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of ecornn, its
+dependencies and compilers.
 """
 
 from __future__ import annotations
@@ -10,38 +12,41 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from ecornn import module_folders
+from ecornn import host_cpu, host_gpu
+from ecornn.boundary import public
+from ecornn.build import cache, link, nvcc
+from ecornn.errors import EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
+from ecornn.manifest import Manifest, versions
+from ecornn.program import FINITE
+from ecornn.runtime.loader import Module, check_host, from_bytes, load
 
-if TYPE_CHECKING:
-    from ecornn.runtime.loader import Module
-
+VARIABLE = "ECORNN_MODULES"
+KINDS = {"cpu": "llvm", "cuda": "cuda"}  # target -> kind of device
+_had: dict[int, Module] = {}  # modules that were used, for save_modules
 _told: list[str] = []
 
 
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
-    """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``.
-
-    Says on stderr, through the logger ``ecornn``, when a process first compiles something: it takes seconds. Raises
-    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there.
-    """
-    return module_folders.had(module_folders.find(layer, target, config) or _compiled(layer, target, config))
-
-
-def _compiled(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> Module:
-    """The module from the build cache, or a new one."""
+    """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``. The logger
+    ``ecornn`` says when a process first compiles something: it takes seconds. Raises
+    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there."""
+    if (ahead := find(layer, target, config)) is not None:
+        return _remembered(ahead)
     if importlib.util.find_spec("tvm") is None:
-        raise module_folders.missing(layer)
+        places = ", ".join(map(str, _folders())) or "no folder: it is not set"
+        raise ModuleError(f"there is no TVM here to compile {layer.workload}, and no module of it in {VARIABLE} "
+                          f"({places}): call ecornn.torch.save_modules(folder) where there is one, after such a call")
     from ecornn import compiler
-    from ecornn.build import cache
-    from ecornn.runtime.loader import from_bytes
 
     def make() -> bytes:
         if not _told:
@@ -52,17 +57,13 @@ def _compiled(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -
         module = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
         return module.path.read_bytes()
 
-    if cache.folder() is None:
-        return from_bytes("layer.so", make())
-    return from_bytes("layer.so", cache.entry("layer", _parts(layer, target, config), make))
+    content = make() if cache.folder() is None else cache.entry("layer", _parts(layer, target, config), make)
+    return _remembered(from_bytes("layer.so", content))
 
 
 def known(layer: LayerSpec, target: str) -> bool:
     """True where the module is in a folder or the cache already."""
-    from ecornn.build import cache
-
-    return (module_folders.find(layer, target) is not None
-            or cache.file_of("layer", _parts(layer, target, None)) is not None)
+    return find(layer, target) is not None or cache.file_of("layer", _parts(layer, target, None)) is not None
 
 
 def get_ready() -> None:
@@ -73,25 +74,17 @@ def get_ready() -> None:
 
 
 def found(layer: LayerSpec, target: str) -> Module | None:
-    """The module from a folder or the cache; None where it is in neither.
-
-    Takes some milliseconds of Python's time, which the first calls of a program do not have meanwhile: little is
-    imported.
-    """
-    if (ahead := module_folders.find(layer, target)) is not None:
+    """The module from a folder or the cache; None where it is in neither. Takes some milliseconds of Python's time,
+    which the first calls of a program do not have meanwhile: little is imported."""
+    if (ahead := find(layer, target)) is not None:
         return ahead
-    from ecornn.build import cache
-
     return from_entry(str(cache.file_of("layer", _parts(layer, target, None)) or ""))
 
 
 def from_entry(file: str) -> Module | None:
     """The module of an entry of the cache; None where it cannot be read."""
-    from ecornn.build import cache
-    from ecornn.runtime.loader import from_bytes
-
     content = cache.read(Path(file)) if file else None
-    return None if content is None else module_folders.had(from_bytes("layer.so", content))
+    return None if content is None else _remembered(from_bytes("layer.so", content))
 
 
 def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> tuple[bytes, ...]:
@@ -101,9 +94,6 @@ def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> t
 
 def _device(target: str) -> tuple[bytes, ...]:
     """The device and the compilers that a target's code depends on."""
-    from ecornn import host_cpu, host_gpu
-    from ecornn.build import link, nvcc
-
     compiler = link.identity().encode()
     if target == "cuda":
         gpu = host_gpu.detect()
@@ -123,11 +113,9 @@ def _logs() -> bytes:
     return msgspec.json.encode(files)
 
 
-@cache
+@lru_cache
 def _code() -> bytes:
     """A digest of ecornn's files and the versions of the packages that they use."""
-    from ecornn.manifest import versions
-
     digest = hashlib.sha256(msgspec.json.encode(versions()))
     for package in ("ecornn", "ecornn.schedules"):  # which is found and not imported, which takes longer than this
         spec = importlib.util.find_spec(package)
@@ -137,6 +125,79 @@ def _code() -> bytes:
             if path.suffix in (".py", ".cc", ".cu", ".h"):
                 digest.update(path.relative_to(place).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.digest()
+
+
+# -- folders of modules -------------------------------------------------------------------------
+def find(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module | None:
+    """The module of the least batch that serves a layer for ``cpu`` or ``cuda`` on this machine; with ``config``, which
+    has no products of pairs, one for infinite weights. None where there is none. Raises
+    :class:`~ecornn.errors.ModuleError` for a folder that is missing and a file in it that cannot be loaded."""
+    serving = [m for folder in _folders() for m in _modules(folder, _state(folder))
+             if _is(m.manifest, layer, target, finite=not config) and _runs_here(m.manifest)]
+    # one that does not train before one that does, whose kernels may be others
+    return min(serving, key=lambda m: (m.manifest.workload.batch, m.manifest.stack.keep is not None), default=None)
+
+
+def _folders() -> list[Path]:
+    return [Path(name).expanduser() for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+
+
+def _remembered(module: Module) -> Module:
+    """The module, which :func:`save_modules` knows from now on."""
+    _had[id(module)] = module
+    return module
+
+
+@public
+def save_modules(folder: str | os.PathLike[str]) -> list[Path]:
+    """Copies the module files that ``ecornn.torch`` has used in this process to a folder, for processes with
+    ``ECORNN_MODULES=folder``. They are named after their content, so that several programs may share a folder.
+
+    Raises OSError where the folder cannot be written, and :class:`~ecornn.errors.ModuleError` where nothing has been
+    used yet: call the model first, or :func:`ecornn.torch.prepare`.
+    """
+    if not _had:
+        raise ModuleError("no compiled layer has been called in this process: there is nothing to save")
+    place, saved = Path(folder), []
+    place.mkdir(parents=True, exist_ok=True)
+    for module in _had.values():
+        digest = hashlib.sha256(module.path.read_bytes()).hexdigest()
+        cell = re.sub(r"\W+", "-", module.manifest.workload.cell)[:40].strip("-")
+        saved.append(place / f"{cell}-{digest[:16]}.so")
+        module.save(saved[-1])
+    return saved
+
+
+def _is(manifest: Manifest, layer: LayerSpec, target: str, finite: bool) -> bool:
+    """True where a module serves a layer, for calls of its B and any T."""
+    there, asked = manifest.workload, layer.workload
+    keep = manifest.stack.keep
+    trains = keep is not None and layer.keep in (None, keep)
+    return (manifest.device.kind == KINDS[target] and there.batch >= asked.batch
+            and replace(there, batch=asked.batch, seq=asked.seq) == asked
+            and replace(manifest.stack, keep=None) == replace(layer.stack, keep=None)
+            and (trains or not layer.training)
+            and (finite or not any(b.packing is not None and b.packing.dtype in FINITE for b in manifest.buffers)))
+
+
+def _runs_here(manifest: Manifest) -> bool:
+    try:
+        check_host(manifest.device, 0)
+    except EcornnError:  # a folder may have modules for several machines
+        return False
+    return True
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    if not folder.is_dir():
+        raise ModuleError(f"{VARIABLE}: there is no folder {folder}")
+    return tuple((path.name, state.st_ino, state.st_mtime_ns) for path in sorted(folder.glob("*.so"))
+                 for state in [path.stat()])
+
+
+@lru_cache(maxsize=64)
+def _modules(folder: Path, state: tuple[tuple[str, int, int], ...]) -> tuple[Module, ...]:
+    return tuple(load(folder / name) for name, *_ in state)
 
 
 # -- in a worker process ------------------------------------------------------------------------
@@ -160,7 +221,6 @@ def ready(_: None) -> None:
 
 def compile_for_another(asked: Asked) -> str:
     """Compiles a layer; the file of its entry, empty if the cache keeps none."""
-    from ecornn.build import cache
     from ecornn.quick_tvm import import_tvm
 
     if importlib.util.find_spec("tvm") is not None:

@@ -1,9 +1,7 @@
-"""The gradients of the layers in NumPy float64: what compiled gradients are checked against.
-
-They come from the formulas of ``numpy_reference.py`` and a tape, apart from ``ecornn.analysis`` and without TVM. The
-tape is of arrays that remember how they were computed, so that a formula written for arrays gives its gradients, too.
-It knows the functions that formulas of recurrent layers use.
-"""
+"""The gradients of the layers in NumPy float64: what compiled gradients are checked against. They come from the
+formulas of ``numpy_reference.py`` and a tape, apart from ``ecornn.analysis`` and without TVM. The tape is of arrays
+that remember how they were computed, so that a formula written for arrays gives its gradients, too. It knows the
+functions that formulas of recurrent layers use."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ecornn.boundary import public
 from ecornn.errors import ShapeError
-from ecornn.numpy_layers import Array, States, checked, run
-from ecornn.numpy_reference import formula_of
+from ecornn.numpy_reference import Array, States, checked, formula_of, run
 
 Back = Callable[[Array], Any]  # gradient of a result -> that of one operand, which may be broader than the operand
 
@@ -53,38 +50,32 @@ def reference_gradients(cell: str, x: Any, weights: Mapping[str, Any], state: Se
     dstate = [np.zeros(s.shape) for s in last] if dstate is None else dstate
     if len(dstate) != len(last):
         raise ShapeError("len(dstate)", len(dstate), f"{len(last)} for {cell!r}")
-    results = []
-    for name, result, gradient in (("dy", y, dy), *((f"dstate[{n}]", s, d) for n, (s, d) in enumerate(
-            zip(last, dstate, strict=True)))):
-        gradient = np.asarray(gradient, np.float64)
+    names = ("dy", *(f"dstate[{n}]" for n in range(len(last))))
+    results = [*zip((y, *last), (np.asarray(g, np.float64) for g in (dy, *dstate)), strict=True)]
+    for name, (result, gradient) in zip(names, results, strict=True):
         if gradient.shape != result.shape:
             raise ShapeError(f"{name}.shape", gradient.shape, str(result.shape))
-        results.append((result, gradient))
     backward(results)
     return (traced.x.gradient, {n: w.gradient for n, w in traced.weights.items()},
             tuple(s.gradient.reshape(*call.outer, *s.shape[1:]) for s in traced.before))
 
 
 class Traced(NDArrayOperatorsMixin):
-    """An array with a tape: its ``value``, and after :func:`backward` of a result of it its ``gradient``.
-
-    Where there is no derivative: ``maximum`` and ``minimum`` share it between equal values but give none to one that is
-    equal to a number; ``clip`` counts its bounds to its inside; ``abs`` has 0 at 0.
-    """
+    """An array with a tape: its ``value``, and after :func:`backward` of a result of it its ``gradient``. Where there
+    is no derivative: ``maximum`` and ``minimum`` share it between equal values but give none to one that is equal to a
+    number; ``clip`` counts its bounds to its inside; ``abs`` has 0 at 0."""
 
     def __init__(self, value: Any, parents: Sequence[tuple[Traced, Back]] = ()) -> None:
         self.value = np.asarray(value, np.float64)
         self.parents, self.gradient = tuple(parents), np.zeros_like(self.value)
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        values = [plain(v) for v in inputs]
         if method != "__call__" or options:
             return NotImplemented
+        values = [plain(v) for v in inputs]
         result = function(*values)
-        if result.dtype == bool:
-            return result
-        if function not in DERIVATIVES:
-            return NotImplemented
+        if result.dtype == bool or function not in DERIVATIVES:
+            return result if result.dtype == bool else NotImplemented
         backs = DERIVATIVES[function](result, *values)
         return Traced(result, [(v, back) for v, back in zip(inputs, backs, strict=True) if isinstance(v, Traced)])
 
@@ -105,21 +96,10 @@ class Traced(NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[Traced]:
         return (self[n] for n in range(len(self)))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def size(self) -> int:
-        return self.value.size
-
-    @property
-    def T(self) -> Traced:
-        return Traced(self.value.T, [(self, lambda g: g.T)])
+    shape = property(lambda self: self.value.shape)
+    ndim = property(lambda self: self.value.ndim)
+    size = property(lambda self: self.value.size)
+    T = property(lambda self: Traced(self.value.T, [(self, lambda g: g.T)]))
 
     def reshape(self, *shape: int) -> Traced:
         return Traced(self.value.reshape(*shape), [(self, lambda g: g.reshape(self.shape))])
@@ -143,9 +123,7 @@ def plain(value: Any) -> Any:
 
 def backward(results: Sequence[tuple[Traced, Array]]) -> None:
     """Adds to ``gradient`` of all arrays that ``results`` were computed from, by the gradients of the results."""
-    order: list[Traced] = []
-    seen: set[int] = set()
-    waiting = [(r, False) for r, _ in results]
+    order, seen, waiting = list[Traced](), set[int](), [(r, False) for r, _ in results]
     while waiting:
         array, done = waiting.pop()
         if done:
@@ -194,8 +172,7 @@ def _stack(arrays: Sequence[Any]) -> Traced:
 
 
 def _split(array: Traced, parts: int, axis: int = 0) -> list[Traced]:
-    width = array.shape[axis] // parts
-    before = (slice(None),) * axis
+    width, before = array.shape[axis] // parts, (slice(None),) * axis
     return [array[before + (slice(n * width, (n + 1) * width),)] for n in range(parts)]  # noqa: RUF005
 
 

@@ -40,25 +40,20 @@ GAIN = 0.9  # of the time one after the other: more is within the error of expec
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The sequences of a stack, each with its task, on its share of the GPU, and the choice for it.
-
-    ``expected``: nanoseconds of a call of the length to expect; infinity where nobody can say.
-    """
+    """The sequences of a stack, each with its task, on its share of the GPU, and the choice for it."""
 
     overlap: Overlap
     tasks: tuple[Task, ...]
     chosen: tuple[Found, ...]
-    expected: float
+    expected: float  # nanoseconds of a call of the length to expect; infinity where nobody can say
 
 
 def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str,
             choose: Callable[[Task], Found], expect: Callable[[Task], float]) -> Arrangement:
     """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: the one that is expected to take the least time.
-
     ``choose`` finds the schedule and configuration of a task, ``expect`` the nanoseconds of its step. Raises
-    :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where no schedule serves a
-    share of the GPU.
-    """
+    :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where nothing serves a
+    share."""
     if wish not in WISHES:
         raise ArgumentError("overlap", wish, f"one of {', '.join(WISHES)}")
     if wish in OVERLAPS and (reason := impossible(wish, stack, device)):
@@ -87,15 +82,13 @@ def impossible(kind: str, stack: Stack, device: Device) -> str | None:
         return "auto or none on a CPU, all of whose cores work on one sequence"
     if kind == "directions":
         return None if stack.bidirectional else "auto or none without bidirectional=True"
-    if stack.layers < 2:
-        return "auto or none with layers=1"
-    if stack.bidirectional:
-        return "auto, none or directions with bidirectional=True: a layer's last steps are needed first"
-    if stack.keep is not None:
-        return "auto, none or directions with training=True: backward has no wavefront"
-    if stack.sequences:
-        return "auto, none or directions with sequences=True: a chunk of time may end within a sequence"
-    return "auto or none with reverse=True" if stack.reverse else None
+    reasons = {
+        "auto or none with layers=1": stack.layers < 2,
+        "auto, none or directions with bidirectional=True: a layer's last steps are needed first": stack.bidirectional,
+        "auto, none or directions with training=True: backward has no wavefront": stack.keep is not None,
+        "auto, none or directions with sequences=True: a chunk of time may end within a sequence": stack.sequences,
+        "auto or none with reverse=True": stack.reverse}
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def wave_time(seq: int, chunks: int, layers: int, step: float, rates: GPURates) -> float:
@@ -116,19 +109,17 @@ class _Arranger:
     def overlaps(self, kinds: list[str] | tuple[str, ...]) -> Iterator[Overlap]:
         """The overlaps of these kinds that can be tried."""
         for kind in kinds:
-            if impossible(kind, self.stack, self.device) is not None:
-                continue
-            layers = self.stack.layers
-            groups = range(1, layers) if kind == "wavefront" else ()
-            widths = dict.fromkeys(-(-layers // n) for n in groups) if groups else (2,)
-            yield from (Overlap(kind, width) for width in widths if 2 <= width <= min(WIDEST, self.device.cores))
+            if impossible(kind, self.stack, self.device) is None:
+                layers = self.stack.layers
+                widths = dict.fromkeys(-(-layers // n) for n in range(1, layers)) if kind == "wavefront" else (2,)
+                yield from (Overlap(kind, width) for width in widths if 2 <= width <= min(WIDEST, self.device.cores))
 
     def arrangement(self, overlap: Overlap, timed: bool = True) -> Arrangement:
         """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own. ``timed``: True
         asks for the expected time, which takes longer to find out than the records that apply."""
         device = structs.replace(self.device, cores=self.device.cores // overlap.width)
-        parts = [self._sequence(part, device, timed) for part in self.stack.parts(self.whole)]
-        tasks, chosen, times = zip(*parts, strict=True)
+        tasks, chosen, times = zip(*(self._sequence(part, device, timed) for part in self.stack.parts(self.whole)),
+                                   strict=True)
         if overlap.kind == "wavefront":
             overlap = self._in_chunks(overlap, max(times))
         return Arrangement(overlap, tasks, chosen, self._time(overlap, times))
@@ -148,9 +139,8 @@ class _Arranger:
         if overlap.kind == "directions":
             return sum(map(max, each[::2], each[1::2]))
         if overlap.kind == "wavefront":
-            groups = [steps[n:n + overlap.width] for n in range(0, len(steps), overlap.width)]
-            return sum(wave_time(self.whole.seq, overlap.chunks, len(group), max(group), self.rates)
-                       for group in groups)
+            groups = (steps[n:n + overlap.width] for n in range(0, len(steps), overlap.width))
+            return sum(wave_time(self.whole.seq, overlap.chunks, len(g), max(g), self.rates) for g in groups)
         return sum(each)
 
     def _in_chunks(self, overlap: Overlap, step: float) -> Overlap:

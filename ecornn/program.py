@@ -1,9 +1,6 @@
-"""Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order.
-
-A program is everything that is needed to build a module file: the host code that carries it out
-is generated from it (``ecornn/build/host_cuda.py``), and its manifest tells the loader how to pack
-weights and how much workspace a call needs.
-"""
+"""Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order. A
+module file is built from it: host code that carries it out (``ecornn/build/host_cuda.py``), and a manifest, by which
+the loader packs weights and knows how much workspace a call needs."""
 
 from __future__ import annotations
 
@@ -31,11 +28,9 @@ FINITE = {"pairs", "scale", "int16_scale", "int21_scale"}  # an infinite weight 
 EARLIER, LATER = 1 << 30, 1 << 29
 PIECES_APART = 2
 
-
 # Roles of buffers: those that a caller passes in, those that a call writes for the caller, those that forward writes
 # for backward to read, weights as kernels read them, and memory whose contents are undefined before a call.
 ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
-
 
 RUN, FORWARD, BACKWARD = "run", "forward", "backward"
 _ALL = RUN, FORWARD, BACKWARD
@@ -44,29 +39,18 @@ SUMS = "sums"  # in place of a data type: the one that a layer adds up in
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array that a module exchanges with its caller, contiguous.
-
-    Attributes
-    ----------
-    role : given or made
-    axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V
-        of a row of values that are kept beside each other (H of each)
-    entries : the functions of a module that exchange it
-    dtype : data type, or SUMS; None: the layer's
-    by_state : there is one for each state of each sequence of a stack; or for each value, by its number
-    by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
-    optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
-    switch : no array: its pointer is null or not, which says something. Programs may have none
-    """
+    """An array that a module exchanges with its caller, contiguous. ``axes``: the sizes of its axes: T, B, I and H as
+    of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V of a row of values that are kept beside each other
+    (H of each)."""
 
     role: str
     axes: tuple[str, ...]
-    entries: tuple[str, ...] = _ALL
-    dtype: str | None = None
-    by_state: bool = False
-    by_parameter: bool = False
-    optional: bool = False
-    switch: bool = False
+    entries: tuple[str, ...] = _ALL  # the functions of a module that exchange it
+    dtype: str | None = None  # data type, or SUMS; None: the layer's
+    by_state: bool = False  # there is one for each state of each sequence of a stack; or for each value, by its number
+    by_parameter: bool = False  # there is one for each parameter of each sequence of a stack, of the parameter's shape
+    optional: bool = False  # only where the field of its name of a Traversal is set
+    switch: bool = False  # no array: its pointer is null or not, which says something. Programs may have none
 
     def row(self, sizes: Mapping[str, int]) -> int | None:
         """Elements of one step and batch row, for sizes by axis; None where the tensor has no axis of time."""
@@ -114,17 +98,16 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The recipe of a packed weight buffer, by which ``bind`` makes it once from the cell's parameters.
 
-    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a
-    matrix, (H,) for a vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the
-    parameter as PyTorch has it), padded at the end with zeros to
-    ``pad``, reshaped to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type;
-    ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
-    scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a row's largest magnitude /
-    127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and ``int21_scale``, see
-    ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or below the mean
-    magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows as ``split`` has
-    them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one with the
-    opposite sign.
+    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a matrix, (H,) for a
+    vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the parameter as PyTorch has
+    it), padded at the end with zeros to ``pad``, reshaped to ``split``, transposed by ``order`` and stored as
+    ``dtype``: a floating-point type; ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last
+    axis of ``pad``) divided by its scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a
+    row's largest magnitude / 127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and
+    ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or
+    below the mean magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows
+    as ``split`` has them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one
+    with the opposite sign.
     """
 
     sources: tuple[Source, ...]
@@ -135,26 +118,16 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A buffer of the program, named in the calls.
-
-    Attributes
-    ----------
-    role : one of :data:`ROLES`
-    extent : elements; none of a given or made one, whose size the caller knows. A workspace is 256-byte aligned
-    packing : the recipe of a packed one
-    tensor : the one of :data:`TENSORS` that a given or made one is
-    state : the state's name, for a tensor that is one of each state; the parameter's, for one of each parameter
-    part : the number of the sequence of a stack that it belongs to; 0 where all share it
-    """
+    """A buffer of the program, named in the calls."""
 
     name: str
-    role: str
+    role: str  # one of ROLES
     dtype: str
-    extent: Extent = Extent()
-    packing: Packing | None = None
-    tensor: str | None = None
-    state: str | None = None
-    part: int = 0
+    extent: Extent = Extent()  # none of those that the caller has; a workspace is 256-byte aligned
+    packing: Packing | None = None  # the recipe of a packed one
+    tensor: str | None = None  # the one of TENSORS that a given or made one is
+    state: str | None = None  # the state's name, for a tensor of each state; the parameter's, for one of each parameter
+    part: int = 0  # the number of the sequence of a stack that it belongs to; 0 where all share it
 
     @classmethod
     def of(cls, tensor: str, dtype: str, state: str | None = None) -> Buffer:
@@ -190,13 +163,11 @@ class Fill:
 class Launch:
     """One kernel launch.
 
-    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
-    name, or one of the scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry
-    that takes ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32.
-
-    ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
-    ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
-    itself waits for the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
+    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own name, or one of the
+    scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry that takes
+    ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32. ``early``: it may
+    begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel itself waits for
+    the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
     """
 
     function: str
@@ -206,7 +177,7 @@ class Launch:
     cooperative: bool = False
     cluster: int = 1
     names: Mapping[str, str] = field(default_factory=dict)
-    wanted: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()  # parameters that it makes: a call that has null for all of them leaves it out
     early: bool = False
 
 
@@ -254,18 +225,12 @@ class Concurrent:
 
 @dataclass(frozen=True)
 class WaveLayer:
-    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps.
-
-    Attributes
-    ----------
-    rows : buffers that have rows of time -> elements of a row for each row of the batch; a chunk gets them from
-        its first step on
-    states : pairs of ``state_in`` and ``state_out``; all chunks but the first read the second of each
-    """
+    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps. ``rows``: buffers that have
+    rows of time -> elements of a row for each row of the batch; a chunk gets them from its first step on."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
-    states: tuple[tuple[str, str], ...]
+    states: tuple[tuple[str, str], ...]  # pairs of `state_in` and `state_out`; later chunks read the second of each
 
 
 @dataclass(frozen=True)
@@ -324,20 +289,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name.
-
-    ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
-    ``dx_in``: a buffer that is kept, of as many bytes as the gradient of x, in whose place that may be written.
-    ``in_place``: workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values
-    are then lost, and the workspace takes no memory.
-    """
+    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name. ``in_place``:
+    workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values are then lost,
+    and the workspace takes no memory."""
 
     functions: dict[str, PrimFunc]
     buffers: tuple[Buffer, ...]
     entries: Mapping[str, Entry]
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
-    together: int = 1
-    dx_in: str | None = None
+    together: int = 1  # neighbouring columns of `sequences` that may share one; 1 where none may, 0 where all may
+    dx_in: str | None = None  # a kept buffer, of as many bytes as the gradient of x, in whose place that may be written
     in_place: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -355,10 +316,8 @@ class Program:
 
 
 def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str) -> Call:
-    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name.
-
-    It and :func:`every` are the only walks over calls; a kind that they do not know is an error.
-    """
+    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name. It
+    and :func:`every` are the only walks over calls; a kind that they do not know is an error."""
     def inside(calls: Iterable[Call]) -> tuple[Any, ...]:
         return tuple(mapped(one, leaf, name) for one in calls)
 
@@ -427,9 +386,7 @@ def packed_for_left_out(program: Program) -> tuple[str, ...]:
 def leaves_out(program: Program) -> tuple[str, ...]:
     """The tensors that a call of ``backward`` may have null for: those that only launches make which are left out
     then."""
-    if BACKWARD not in program.entries:
-        return ()
     states = {b.name for b in program.buffers if b.tensor == "dstate_in"}
-    makers = [one for one in launches(program.entries[BACKWARD].calls)
-            if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
+    makers = [one for one in launches(program.entries[BACKWARD].calls if BACKWARD in program.entries else ())
+              if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
     return ("dstate_in",) if makers and all(one.wanted for one in makers) else ()

@@ -19,20 +19,16 @@ KNOWN = {
 
 
 def resolve(target: str | Device) -> Device:
-    """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM
-    name such as ``neoverse-v1``.
-
-    Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves.
-    """
+    """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM name such
+    as ``neoverse-v1``. Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves."""
     if isinstance(target, Device):
         return target
     if target == "cpu":
         return host_cpu.detect()
     if target == "cuda":
-        gpu = host_gpu.detect()
-        if gpu is None:
-            raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without "
-                              f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
+        if (gpu := host_gpu.detect()) is None:
+            raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without one name the "
+                              f"architecture, one of {', '.join(KNOWN)}, or 'cpu'")
         return gpu
     name = architecture_of(int(target[3:])) if re.fullmatch(r"sm_\d{2,3}", target) else target
     if name in KNOWN:

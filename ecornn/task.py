@@ -17,10 +17,8 @@ from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Wo
 
 
 def make_task(cell: Cell, workload: Workload, device: Device, traversal: Traversal = ALONE) -> Task:
-    """Analyses ``cell`` at the workload's sizes; the recurrence of its adjoint where the workload is that.
-
-    Raises :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed, or differentiated.
-    """
+    """Analyses ``cell`` at the workload's sizes; the recurrence of its adjoint where the workload is that. Raises
+    :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed, or differentiated."""
     from ecornn.analysis import analyse
     from ecornn.analysis.graph import stack_for
 
@@ -31,10 +29,8 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
 
 def read_out_task(task: Task) -> Task:
     """The loop of a task, with the passes that can follow it, where nothing is kept for a backward pass; else the task.
-
     On a CPU these passes need weights as they are; for several rows they must have no products of x, which are faster
-    there in the chunk's projection.
-    """
+    there in the chunk's projection."""
     from ecornn.analysis.kept import read_out
 
     whole = task.traversal.keep is not None or task.workload.weights is not None
@@ -47,10 +43,7 @@ def read_out_task(task: Task) -> Task:
 
 
 def adjoint_task(task: Task) -> Task:
-    """The recurrence of a task's adjoint.
-
-    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated.
-    """
+    """The recurrence of a task's adjoint. Raises :class:`~ecornn.errors.CellError` where the cell has no derivative."""
     from ecornn.analysis.adjoint import adjoint
     from ecornn.analysis.graph import stack_for
     from ecornn.schedules.backward.assemble import recurrence_task
@@ -93,21 +86,20 @@ def make_program(schedule: Schedule, task: Task, config: Config,
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
                   provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
     """The manifest of a module; ``task`` is of the first part of the stack, on the whole device."""
-    parameters, outputs = [], cell.output_names()
+    parameters, outputs, left_out = [], cell.output_names(), leaves_out(program)
     for part in stack.parts(task.workload):
-        prefix = parameter_prefix(stack, part)
-        own = cell.own_input(part.workload.input, part.workload.hidden)
-        for key, (gates, *rest) in cell.parameters(own, part.workload.hidden).items():
-            shape = (gates * rest[0], *rest[1:])  # as PyTorch stores it: gates folded into the first axis
-            name = cell.parameter_name(key, part.layer, part.second)
-            parameters.append(Parameter(name, prefix + key, shape, gates))
+        hidden = part.workload.hidden
+        for key, (gates, rows, *rest) in cell.parameters(cell.own_input(part.workload.input, hidden), hidden).items():
+            parameters.append(Parameter(  # the shape as PyTorch stores it: gates folded into the first axis
+                cell.parameter_name(key, part.layer, part.second), parameter_prefix(stack, part) + key,
+                (gates * rows, *rest), gates))
     return Manifest(
         workload=task.workload, device=task.device, schedule=schedule.name, config=dict(config),
         provenance=provenance, states=tuple(task.graph.states), output=outputs[0],
         parameters=tuple(parameters), buffers=program.buffers,
         entries={name: entry.takes for name, entry in program.entries.items()}, versions=versions(), stack=stack,
         overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
-        optional=leaves_out(program) or msgspec.UNSET,
-        packed_for_optional=(leaves_out(program) and packed_for_left_out(program)) or msgspec.UNSET,
+        optional=left_out or msgspec.UNSET,
+        packed_for_optional=(left_out and packed_for_left_out(program)) or msgspec.UNSET,
         outputs=outputs if len(outputs) > 1 else msgspec.UNSET, dx_in=program.dx_in or msgspec.UNSET,
         in_place=dict(program.in_place) or msgspec.UNSET)

@@ -1,7 +1,4 @@
-"""Temporary files, and files that appear whole.
-
-A file system or a limit that forbids temporary files is a typed error, which names ``TMPDIR``.
-"""
+"""Temporary files, and files that appear whole. Where these cannot be used a typed error names ``TMPDIR``."""
 
 from __future__ import annotations
 
@@ -38,11 +35,9 @@ def said(kind: type[EcornnError] = BuildError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for files that a compiler reads and writes; it is removed with all that is in it.
-
-    Raises :class:`BuildError` where there can be none, where an OSError comes out of it, and where a file of
-    :data:`ROOM` bytes could not be written: LLVM would end the process.
-    """
+    """A folder for files that a compiler reads and writes; it is removed with all that is in it. Raises
+    :class:`BuildError` where there can be none, where an OSError comes out of it, and where a file of :data:`ROOM`
+    bytes could not be written: LLVM would end the process."""
     with said(), tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         if shutil.disk_usage(name).free < ROOM:
             raise BuildError(f"{Path(name).parent} has less than {ROOM >> 20} MiB left: make room, or set TMPDIR")

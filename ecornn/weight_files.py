@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,51 +20,32 @@ LAST = "weight_hh_l0"  # that every layer has
 MARK = {"written_by": "ecornn"}  # metadata of the files that may be replaced
 
 
-class WeightFile(Mapping[str, Any]):
-    """The tensors of a file whose names start with ``prefix``, by the rest of their names.
+def read_layer(path: str | os.PathLike[str], prefix: str = "") -> dict[str, Any]:
+    """The tensors of a file whose names are ``prefix`` and a recurrent layer's, ``..._l0`` and so on, by the latter.
 
-    Read when they are asked for: NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the
-    type. ``path`` ends in ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a
-    checkpoint with more than a model's tensors these are looked for under :data:`PLACES`, or the only key that has
-    some; those under other keys have names that begin with these, as ``ema.encoder.weight_hh_l0``.
-
-    Raises :class:`ArgumentError` for another kind of file, or one that cannot be read.
+    They are NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the type. ``path`` ends in
+    ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a checkpoint with more than a
+    model's tensors these are looked for under :data:`PLACES`, or the only key that has some; those under other keys
+    have names that begin with these, as ``ema.encoder.weight_hh_l0``. Raises :class:`ArgumentError` for another kind
+    of file, or one that cannot be read, :class:`WeightsError` where no name begins with ``prefix``.
     """
-
-    def __init__(self, path: str | os.PathLike[str], prefix: str = "") -> None:
-        self.path, self.prefix = Path(path), prefix
-        if not self.path.is_file():
-            raise ArgumentError("weights", str(path), "a file that exists")
-        kind = self.path.suffix.lower()
-        if kind != ".safetensors" and kind not in CHECKPOINTS:
-            raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
-        read = _safetensors if kind == ".safetensors" else _checkpoint
-        every = read(self.path)
-        self._tensors = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
-        if not self._tensors:
-            layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
-            known = f"; layers have the prefixes {_some(map(repr, layers))}" if layers else ""
-            raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has {_some(every)}{known}",
-                               list(every))
-
-    def layer(self) -> dict[str, Any]:
-        """The tensors that are named as a recurrent layer's are, ``..._l0`` and so on, and not further down."""
-        return {n: self[n] for n in self if _NAME.fullmatch(n) and "." not in n}
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._tensors[name]
-        return value() if callable(value) and not hasattr(value, "shape") else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+    file = Path(path)
+    if not file.is_file():
+        raise ArgumentError("weights", str(path), "a file that exists")
+    kind = file.suffix.lower()
+    if kind != ".safetensors" and kind not in CHECKPOINTS:
+        raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
+    every = _safetensors(file) if kind == ".safetensors" else _checkpoint(file)
+    found = {n.removeprefix(prefix): read for n, read in every.items() if n.startswith(prefix)}
+    if not found:
+        layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
+        known = f"; layers have the prefixes {_some(map(repr, layers))}" if layers else ""
+        raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has {_some(every)}{known}",
+                           list(every))
+    return {n: read() for n, read in found.items() if _NAME.fullmatch(n) and "." not in n}
 
 
-def _safetensors(path: Path) -> dict[str, Any]:
-    from functools import partial
-
+def _safetensors(path: Path) -> dict[str, Callable[[], Any]]:
     package = _package(path)
     try:
         file = package.safe_open(path, framework="numpy")
@@ -91,12 +73,12 @@ def _tensor(path: Path, file: Any, name: str) -> Any:
             return again.get_tensor(name)
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
+def _checkpoint(path: Path) -> dict[str, Callable[[], Any]]:
     try:
         import torch
     except ImportError as error:
-        raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a "
-                            "*.safetensors file") from error
+        raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a *.safetensors file"
+                            ) from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of damaged bytes an unpickler raises whatever they lead to
@@ -106,21 +88,21 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     every, place = _tensors(content, torch.Tensor), _place(path, content, torch.Tensor)
     if not every:
         raise ArgumentError("weights", str(path), f"a checkpoint with tensors; its keys are {_some(map(str, content))}")
-    outside = {name: value for name, value in every.items() if not name.startswith(place)}
-    return outside | {name.removeprefix(place): value for name, value in every.items() if name.startswith(place)}
+    inside = {name.removeprefix(place): value for name, value in every.items() if name.startswith(place)}
+    return {name: value for name, value in every.items() if not name.startswith(place)} | inside
 
 
-def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
+def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Callable[[], Any]]:
     """The tensors of mappings in mappings, by their keys with dots between; of a mapping in several places, at the
     first."""
-    every: dict[str, Any] = {}
+    every: dict[str, Callable[[], Any]] = {}
     seen, left = set[int](), [("", found)]
     while left:
         name, mapping = left.pop()
         if id(mapping) not in seen:
             seen.add(id(mapping))
             items = [(f"{name}{key}", value) for key, value in mapping.items()]
-            every |= {path: value.detach() for path, value in items if isinstance(value, tensor)}
+            every |= {path: value.detach for path, value in items if isinstance(value, tensor)}
             left += [(f"{path}.", value) for path, value in reversed(items) if isinstance(value, Mapping)]
     return every
 
@@ -148,14 +130,12 @@ def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
 def _some(names: Iterable[str]) -> str:
     """The first names."""
     first = [*names]
-    return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") if first else "none"
+    return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") or "none"
 
 
 def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """``hidden``, ``input``, ``layers`` and ``bidirectional`` of a layer's weights by PyTorch's names.
-
-    Raises :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing.
-    """
+    """``hidden``, ``input``, ``layers`` and ``bidirectional`` of a layer's weights by PyTorch's names. Raises
+    :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing."""
     for name in ("weight_ih_l0", "weight_hh_l0"):
         if name not in weights:
             raise WeightsError(f"there is no {name} among the weights: {', '.join(weights) or 'there are none'}; "
@@ -176,11 +156,8 @@ def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
 
 
 def check_place(path: Path) -> None:
-    """Checks that :func:`save` can write a file, before the work is done.
-
-    Raises :class:`ArgumentError` where ``path`` is there and :func:`save` did not write it, or safetensors is not
-    installed.
-    """
+    """Checks that :func:`save` can write a file, before the work is done. Raises :class:`ArgumentError` where ``path``
+    is there and :func:`save` did not write it, or safetensors is not installed."""
     package = _package(path)
     said: Mapping[str, str] = {}
     if path.is_file():

@@ -1,8 +1,6 @@
-"""A worker process: the parent's side, which starts, calls, kills and restarts it, and the program that it runs.
-
-Calls and replies go through stdin and stdout, each a length (4 bytes, little endian) and JSON. Native code that
-prints, loops or crashes harms the worker only.
-"""
+"""A worker process: the parent's side, which starts, calls, kills and restarts it, and the program that it runs. Calls
+and replies go through stdin and stdout, each a length (4 bytes, little endian) and JSON. Native code that prints, loops
+or crashes harms the worker only."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class WorkerError(EcornnError):
-    """A call failed: the function raised, or its process crashed, hung or was stopped.
-
-    ``lost``: the process is gone."""
+    """A call failed: the function raised, or its process crashed, hung or was stopped, and is ``lost``."""
 
     def __init__(self, message: str, lost: bool) -> None:
         super().__init__(message)
@@ -62,9 +58,9 @@ class WorkerError(EcornnError):
 class Worker:
     """One worker process, started when first called and again after it was lost.
 
-    ``ready`` ("module:function") is called first in a new process with ``null``; it does not count against a call's
-    limit, and may take ``start_limit`` seconds. With ``gpu`` False the process sees no GPU. ``environment``: variables
-    that it sees besides this process's own. ``niceness``: how far it and what it starts stand behind other programs."""
+    ``ready`` ("module:function") is called first in a new process with ``null``, and may take ``start_limit`` seconds.
+    With ``gpu`` False the process sees no GPU. ``environment``: variables that it sees besides this process's own.
+    ``niceness``: how far it and what it starts stand behind other programs."""
 
     def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None,
                  start_limit: float = START_LIMIT, niceness: int = 0) -> None:
@@ -95,9 +91,7 @@ class Worker:
             raise WorkerError("stopped", lost=True)
         path = [os.path.abspath(p or ".") for p in sys.path]  # noqa: PTH100 (may not exist)
         environment = {**os.environ, **self.environment, MARK: "1", "PYTHONPATH": os.pathsep.join(path),
-                       "PYTHONSAFEPATH": "1"}
-        if not self.gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+                       "PYTHONSAFEPATH": "1", **({} if self.gpu else {"CUDA_VISIBLE_DEVICES": ""})}
         with temporary.said():
             self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         lifeline, self.lifeline = os.pipe()
@@ -114,10 +108,9 @@ class Worker:
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:
         """Sends a call and waits for its reply's value."""
         assert self.process is not None and self.process.stdin and self.process.stdout
-        call = Call(function, msgspec.Raw(msgspec.json.encode(argument)))
         deadline = time.monotonic() + limit
         try:
-            send(self.process.stdin, call)
+            send(self.process.stdin, Call(function, msgspec.Raw(msgspec.json.encode(argument))))
             (length,) = struct.unpack("<I", self.read(4, deadline))
             if length > MAX_MESSAGE:
                 raise WorkerError(f"the worker sent {length} bytes", lost=True)
@@ -139,11 +132,9 @@ class Worker:
         assert self.process is not None and self.process.stdout is not None
         file, parts = self.process.stdout.fileno(), b""
         while len(parts) < count:
-            ready, _, _ = select.select([file], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise TimeoutError
-            part = os.read(file, count - len(parts))
-            if not part:
+            if not (part := os.read(file, count - len(parts))):
                 raise EOFError
             parts += part
         return parts
@@ -152,18 +143,17 @@ class Worker:
         """A text that says how the process died, with the end of what it printed."""
         assert self.process is not None
         self.kill()
+        if self.stopped:
+            return "stopped"
         code = self.process.returncode
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - 600))
         printed = self.errors.read().decode(errors="replace").strip()
-        if self.stopped:
-            return "stopped"
         name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"the process crashed with {name}" + (f": {printed}" if printed else "")
 
     def kill(self) -> None:
         """Kills the process and its children, if it runs. The next call starts a new one."""
-        process = self.process
-        if process is None:
+        if (process := self.process) is None:
             return
         if process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -205,8 +195,7 @@ def send(stream: IO[bytes], message: Any) -> None:
 
 def receive(stream: BinaryIO) -> bytes | None:
     """Reads one message; None at the end of the stream."""
-    head = stream.read(4)
-    if len(head) < 4:
+    if len(head := stream.read(4)) < 4:
         return None
     (length,) = struct.unpack("<I", head)
     if length > MAX_MESSAGE:
@@ -229,9 +218,8 @@ def answer(call: Call) -> Reply:
 
 def guard(lifeline: int) -> None:
     """Forks a process that kills this process's group (a hanging kernel, compilers) once the tuner is gone, and so
-    holds the pipe ``lifeline`` no more, or this process is.
-
-    A thread could not: native code that hangs may hold the interpreter's lock."""
+    holds the pipe ``lifeline`` no more, or this process is. A thread could not: native code that hangs may hold the
+    interpreter's lock."""
     leader = os.getpid()
     if os.fork():
         os.close(lifeline)
@@ -250,12 +238,10 @@ def serve() -> None:
     guard(int(sys.argv[1]))
     with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
         Path("/proc/self/autogroup").write_text(sys.argv[2])
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a compiler or a kernel prints must not end up among the replies
-    decoder = msgspec.json.Decoder(Call)
     while (data := receive(requests)) is not None:
-        send(replies, answer(decoder.decode(data)))
+        send(replies, answer(msgspec.json.decode(data, type=Call)))
     sys.stdout.flush()
     os._exit(0)  # static destructors of a broken module must not hang the exit

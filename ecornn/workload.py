@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -18,6 +19,11 @@ PRECISIONS = ("exact", "tf32")
 KEEPS = ("states", "gates")
 
 
+def _check_count(name: str, value: object, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ArgumentError(name, value, f"an integer from 1 to {most}")
+
+
 def summed(dtype: str) -> str:
     """The data type that a layer of ``dtype`` adds up in, and that of the gradients of its weights."""
     return "float64" if dtype == "float64" else "float32"
@@ -26,37 +32,26 @@ def summed(dtype: str) -> str:
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One cell over one sequence: cell, sizes and data type. Tuning records are kept for this.
 
-    Attributes
-    ----------
-    cell : name of a registered cell, or ``name@digest`` of a user's cell
-    hidden, input, batch : H, I and the largest B the module must serve, each >= 1
-    seq : the T to tune for; compiled modules serve any T >= 1
-    dtype : ``float32``, ``float16``, ``bfloat16`` or ``float64``; of x, y, the states and, unless ``weights`` says
-        otherwise, the weights
-    weights : None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or ``int16``,
-    by the
-        largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16 and bfloat16:
-        ``int8``, of recurrent matrices alone
-    precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
-        mantissa), sums stay float32 (CUDA)
-    entry : unset, which is not written: the sequence itself; ``backward``: the recurrence of its adjoint
+    ``weights``: None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or
+    ``int16``, by the largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16
+    and bfloat16: ``int8``, of recurrent matrices alone. ``precision``: None, or ``tf32``: the factors of float32
+    products are rounded to TF32 (10 bits of mantissa), sums stay float32 (CUDA).
     """
 
-    cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-    hidden: int
+    cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]  # its name; of a user's cell name@digest
+    hidden: int  # H; sizes are 1 at least
     input: int
-    batch: int = 1
-    seq: int = 100
-    dtype: str = "float32"
+    batch: int = 1  # the largest B the module must serve
+    seq: int = 100  # the T to tune for; compiled modules serve any T >= 1
+    dtype: str = "float32"  # of x, y, the states and, unless `weights` says otherwise, the weights
     weights: str | None = None
     precision: str | None = None
+    # unset, which is not written: the sequence itself; or the recurrence of its adjoint
     entry: Literal["backward"] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name in ("hidden", "input", "batch", "seq"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 20:
-                raise ArgumentError(name, value, "an integer from 1 to 1048576")
+            _check_count(name, getattr(self, name), 1 << 20)
         if self.dtype not in DTYPES:
             raise DTypeError("dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.weights is not None and (self.weights not in WEIGHTS or self.weights == self.dtype):
@@ -103,27 +98,19 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The way of one sequence of a layer through time, and the place of its y.
 
-    Attributes
-    ----------
-    reverse : goes from the last step to the first, and writes y where it reads x
-    directions : rows of y hold this many sequences side by side; a reverse one has the second place
-    lengths : row b takes part in steps below ``lengths[b]``; beyond, it keeps its state and y is 0
-    resets : a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in
-        reverse the state is therefore cleared after step t
-    sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
-        or -1; states are by sequence
-    keep : the values of each step that the forward pass keeps for the backward pass, one of :data:`KEEPS`; None: there
-        is no backward pass
-    backward : the sequence is the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs``
-        in place of y, and its states are cleared wherever the layer's were, also behind its last step
+    ``resets``: a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in reverse the
+    state is therefore cleared after step t. ``sequences``: ``sequences[t, b]`` is the number of the sequence that
+    column b of the batch works on at step t, or -1; states are by sequence. ``backward``: the sequence is the
+    recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs`` in place of y, and its states
+    are cleared wherever the layer's were, also behind its last step.
     """
 
-    reverse: bool = False
-    directions: int = 1
-    lengths: bool = False
+    reverse: bool = False  # goes from the last step to the first, and writes y where it reads x
+    directions: int = 1  # rows of y hold this many sequences side by side; a reverse one has the second place
+    lengths: bool = False  # row b takes part in steps below `lengths[b]`; beyond, it keeps its state and y is 0
     resets: bool = False
     sequences: bool = False
-    keep: str | None = None
+    keep: str | None = None  # the values of each step that forward keeps for backward, one of KEEPS; None: no backward
     backward: bool = False
 
     def y_width(self, hidden: int) -> int:
@@ -158,39 +145,30 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sequences that a module is put together from; the default is one.
+    """The sequences that a module is put together from; the default is one. ``keep``: for modules that train, the
+    values that forward keeps for backward: ``states``, from which the rest is computed again; or ``gates`` besides,
+    from which that takes no products."""
 
-    Attributes
-    ----------
-    layers : L; y of one is x of the next
-    bidirectional : every layer goes both ways; y is (T, B, 2 H)
-    reverse : every layer goes from the end to the start only
-    lengths, resets, sequences : True where a call takes them, see :class:`Traversal`
-    keep : for modules that train, the values that forward keeps for backward: ``states``, from which the rest is
-        computed again; or ``gates`` besides, from which that takes no products
-    """
-
-    layers: int = 1
-    bidirectional: bool = False
-    lengths: bool = False
+    layers: int = 1  # L; y of one is x of the next
+    bidirectional: bool = False  # every layer goes both ways; y is (T, B, 2 H)
+    lengths: bool = False  # a call takes them, as resets and sequences, see Traversal
     resets: bool = False
-    reverse: bool = False
+    reverse: bool = False  # every layer goes from the end to the start only
     sequences: bool = False
     keep: str | None = None
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep not in KEEPS:
             raise ArgumentError("keep", self.keep, f"None or one of {', '.join(KEEPS)}")
-        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or not 1 <= self.layers <= 1024:
-            raise ArgumentError("layers", self.layers, "an integer from 1 to 1024")
+        _check_count("layers", self.layers, 1024)
         for name in ("bidirectional", "lengths", "resets", "reverse", "sequences"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "True or False")
         if self.reverse and self.bidirectional:
             raise ArgumentError("reverse", True, "False with bidirectional=True, which goes both ways")
         if self.sequences and (self.lengths or self.resets):
-            raise ArgumentError("sequences", True, "False with lengths=True or resets=True: it says where rows "
-                                "end and start")
+            raise ArgumentError("sequences", True, "False with lengths=True or resets=True: it says where rows end and "
+                                "start")
 
     @property
     def directions(self) -> int:
@@ -206,43 +184,30 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The sequences in the order in which they run; ``whole`` has the input size of the first layer."""
         parts: list[Part] = []
         for layer in range(self.layers):
-            inputs = whole.input if layer == 0 else self.directions * whole.hidden
-            work = msgspec.structs.replace(whole, input=inputs)
+            work = msgspec.structs.replace(whole, input=self.directions * whole.hidden) if layer else whole
             for reverse in (False, True) if self.bidirectional else (self.reverse,):
-                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences,
-                                      self.keep)
+                traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences, self.keep)
                 parts.append(Part(len(parts), layer, traversal, work))
         return tuple(parts)
 
     def __str__(self) -> str:
-        words = [f"{self.layers} layers"] if self.layers > 1 else []
-        flags = ("bidirectional", "reverse", "lengths", "resets", "sequences")
-        words += [name for name in flags if getattr(self, name)]
-        words += ["training"] if self.keep else []
-        return ", ".join(words)
+        words = {f"{self.layers} layers": self.layers > 1, "bidirectional": self.bidirectional, "reverse": self.reverse,
+                 "lengths": self.lengths, "resets": self.resets, "sequences": self.sequences, "training": self.keep}
+        return ", ".join(word for word, holds in words.items() if holds)
 
 
 SINGLE = Stack()
-
-
 OVERLAPS = ("directions", "wavefront")
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sequences of a stack that run at the same time; the default is none.
-
-    Attributes
-    ----------
-    kind : ``none``; ``directions``: the two of a layer side by side; or ``wavefront``: ``width`` layers, each a chunk
-        of time behind the one before it
-    width : the most sequences at the same time; each has this part of the multiprocessors
-    chunks, least : the most chunks of time in a wavefront, and the least steps of one
-    """
+    """The sequences of a stack that run at the same time; the default is none. ``kind``: ``none``; ``directions``: the
+    two of a layer side by side; or ``wavefront``: ``width`` layers, each a chunk of time behind the one before it."""
 
     kind: str = "none"
-    width: int = 1
-    chunks: int = 1
-    least: int = 1
+    width: int = 1  # the most sequences at the same time; each has this part of the multiprocessors
+    chunks: int = 1  # of time in a wavefront, the most
+    least: int = 1  # steps of a chunk
 
     def __post_init__(self) -> None:
         if self.kind not in ("none", *OVERLAPS):
@@ -260,3 +225,14 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SERIAL = Overlap()
+
+
+def by_output(rows: Any, names: Sequence[str], directions: int) -> dict[str, Any]:
+    """Each output (..., D*H) of a cell that has several, by name, of ``rows`` of y (..., D*O*H), in which they lie one
+    behind the other, first of one direction, then of the other: arrays of any framework, views unless D = 2."""
+    outer, count = tuple(rows.shape[:-1]), len(names)
+    hidden = rows.shape[-1] // (directions * count)
+    if directions == 1:
+        return {name: rows[..., n * hidden:(n + 1) * hidden] for n, name in enumerate(names)}
+    parts = rows.reshape((*outer, directions, count, hidden))
+    return {name: parts[..., n, :].reshape((*outer, directions * hidden)) for n, name in enumerate(names)}

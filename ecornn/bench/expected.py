@@ -12,10 +12,8 @@ from ecornn.bench.peers import exact_layer
 from ecornn.bench.turns import Results, Side, Subject, Weights
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
-from ecornn.interpreter import formula_of_cell
 from ecornn.numpy_gradients import reference_gradients
-from ecornn.numpy_layers import checked, run
-from ecornn.numpy_reference import formula_of
+from ecornn.numpy_reference import checked, formula_of, formula_of_cell, run
 from ecornn.tune.oracle import has_formula, norm, relative_error
 from ecornn.tune.record import GRADIENTS, INTEGERS, TOLERANCE
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from ecornn.cells.base import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.cells.deriving import derive
-from ecornn.cells.gru import GRU, GRUResetBefore
-from ecornn.cells.lstm import LSTM
+from ecornn.cells.base import Cell, derive, largest, mean, normalized, pointwise, product, softmax
+from ecornn.cells.builtin import GRU, LSTM, SLSTM, GRUResetBefore, IndRNN, VanillaReLU, VanillaTanh
 from ecornn.cells.options import Optioned, parse
-from ecornn.cells.slstm import SLSTM
-from ecornn.cells.vanilla import IndRNN, VanillaReLU, VanillaTanh
 from ecornn.errors import ArgumentError
 
 BUILTIN: dict[str, Optioned] = {
-    cell.name: cell for cell in (LSTM(), GRU(), GRUResetBefore(), VanillaTanh(), VanillaReLU(), IndRNN(), SLSTM())
-}
+    cell.name: cell for cell in (LSTM(), GRU(), GRUResetBefore(), VanillaTanh(), VanillaReLU(), IndRNN(), SLSTM())}
 
 
 def get(cell: str | Cell) -> Cell:

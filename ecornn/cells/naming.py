@@ -20,11 +20,8 @@ ALLOWED = (f"one of {', '.join(BUILTIN)}, one of these with options, such as 'ls
 
 
 def load_cell(spec: str) -> Cell:
-    """The cell that ``spec`` names. A file or module is imported, a class instantiated.
-
-    Raises :class:`ArgumentError` where there is no such cell, :class:`CellError` where its file
-    raises.
-    """
+    """The cell that ``spec`` names. A file or module is imported, a class instantiated. Raises :class:`ArgumentError`
+    where there is no such cell, :class:`CellError` where its file raises."""
     if spec.partition("(")[0] in BUILTIN:
         return get(spec)
     where, _, name = spec.rpartition(":")
@@ -76,22 +73,16 @@ def importing() -> bool:
 
 
 def spec_of(cell: Cell) -> str:
-    """The name under which :func:`load_cell` finds an equal cell.
-
-    Raises :class:`CellError` for a cell that only this process has.
-    """
-    if type(cell) is type(BUILTIN.get(cell.name)):
-        return cell.identity()
+    """The name under which :func:`load_cell` finds an equal cell; :class:`CellError` if only this process has it."""
     kind = type(cell)
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
+    if kind is type(BUILTIN.get(cell.name)):
+        return cell.identity()
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     help_text = ("define its class at the top level of a file or module, constructible without "
                  "arguments, so that the tuner's processes can import it")
-    if "<locals>" in kind.__qualname__ or (
-            kind.__module__ == "__main__" and not (file or "").endswith(".py")):
+    if "<locals>" in kind.__qualname__ or (kind.__module__ == "__main__" and not file.endswith(".py")):
         raise CellError(f"cell {cell.name!r}: {help_text}")
-    where = str(Path(file).resolve()) if file and file.endswith(".py") else kind.__module__
-    spec = f"{where}:{kind.__qualname__}"
+    spec = f"{Path(file).resolve() if file.endswith('.py') else kind.__module__}:{kind.__qualname__}"
     if load_cell(spec).identity() != cell.identity():
         raise CellError(f"cell {cell.name!r}: {spec} makes another cell; {help_text}")
     return spec

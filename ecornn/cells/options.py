@@ -1,10 +1,6 @@
-"""Options of built-in cells, and how a cell with options is written: ``lstm(peepholes,clip=3)``.
-
-That text is a cell's name on the command line, in records and in manifests. It is parsed, never executed.
-
-Activations are options by name, those of ONNX's recurrent operators: ``name``, ``name:alpha`` or ``name:alpha:beta``;
-the numbers default to ONNX's.
-"""
+"""Options of built-in cells, and how a cell with options is written: ``lstm(peepholes,clip=3)``. That text is a cell's
+name on the command line, in records and in manifests. Activations are options by name, those of ONNX's recurrent
+operators: ``name``, ``name:alpha`` or ``name:alpha:beta``; the numbers default to ONNX's."""
 
 from __future__ import annotations
 
@@ -27,10 +23,8 @@ DEFAULTS: dict[str, tuple[float, ...]] = {
 
 
 class Optioned(Cell):
-    """A cell with options.
-
-    ``OPTIONS`` are names and defaults: False for a switch, a number (0 for none) for a bound or a share,
-    an integer for a count, a text for an activation. Raises :class:`ArgumentError` for another name or value.
+    """A cell with options. ``OPTIONS`` are names and defaults: False for a switch, a number (0 for none) for a bound or
+    a share, an integer for a count, a text for an activation. Raises :class:`ArgumentError` for another name or value.
     """
 
     OPTIONS: ClassVar[dict[str, Value]] = {}
@@ -108,15 +102,13 @@ def parse(text: str) -> tuple[str, dict[str, Value]]:
         key, equals, value = (word.strip() for word in part.partition("="))
         if not key.isidentifier() or key in options or (equals and not value):
             raise ArgumentError("cell", text, "NAME or NAME(OPTION,OPTION=VALUE), each option once")
-        options[key] = _value(value) if equals else True
+        options[key] = _value(value if equals else "true")
     return name, options
 
 
 def _value(text: str) -> Value:
-    if text in ("true", "false"):
-        return text == "true"
     try:
-        return float(text)
+        return text == "true" if text in ("true", "false") else float(text)
     except ValueError:
         return text
 
@@ -142,8 +134,7 @@ def activation(text: str) -> Callable[[Expr], Expr]:
     alpha, beta = (*(tirx.const(n, "float32") for n in numbers), None, None)[:2]
     zero, one = tirx.const(0.0, "float32"), tirx.const(1.0, "float32")
     table: dict[str, Callable[[Expr], Expr]] = {
-        "sigmoid": te.sigmoid,
-        "tanh": te.tanh,
+        "sigmoid": te.sigmoid, "tanh": te.tanh,
         "relu": lambda v: tirx.max(v, zero),
         "softsign": lambda v: v / (one + te.abs(v)),
         # log(1 + e^v) without the overflow of e^v

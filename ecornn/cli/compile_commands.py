@@ -137,9 +137,9 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
         return {}, {}
-    from ecornn.weight_files import WeightFile, sizes_of
+    from ecornn.weight_files import read_layer, sizes_of
 
-    values = WeightFile(weights, prefix).layer()
+    values = read_layer(weights, prefix)
     return sizes_of(values), values
 
 

@@ -1,8 +1,6 @@
-"""Results beside the layers of a log: times of other libraries, and of the stages of a step.
-
-Results are files of ``ecornn bench --json`` or ``--csv``, or JSON lines of ``benchmarks/``, of which those of
-``why_above_floor.py`` have stages, measured by leaving them out.
-"""
+"""Results beside the layers of a log: times of other libraries, and of the stages of a step. Results are files of
+``ecornn bench --json`` or ``--csv``, or JSON lines of ``benchmarks/``, of which those of ``why_above_floor.py`` have
+stages, measured by leaving them out."""
 
 from __future__ import annotations
 
@@ -28,11 +26,10 @@ KINDS: dict[str, tuple[str, str | None]] = {"tf32-both": ("float32", "tf32")} | 
 
 @dataclass
 class Beside:
-    """The results of one layer on one device: µs a step of other libraries by name, and of stages, with the
-    configuration that these were measured with."""
+    """The results of one layer on one device, µs a step."""
 
-    peers: dict[str, float] = field(default_factory=dict)
-    stages: dict[str, float] = field(default_factory=dict)
+    peers: dict[str, float] = field(default_factory=dict)  # of other libraries
+    stages: dict[str, float] = field(default_factory=dict)  # measured with this schedule and configuration
     schedule: str = ""
     config: Config = field(default_factory=dict)
 
@@ -68,7 +65,7 @@ def measured(paths: Iterable[Path]) -> Measured:
     """The results of files, the last one where several have the same layer. Raises
     :class:`~ecornn.errors.ArgumentError` for a file that has no results."""
     rows: dict[tuple[object, ...], Beside] = {}
-    names = []
+    paths = tuple(paths)
     for path in paths:
         results = list(_grid(path) if path.suffix == ".jsonl" else
                        (found for _, values in lines_of(path) for found in _of(values)))
@@ -80,8 +77,7 @@ def measured(paths: Iterable[Path]) -> Measured:
             known.peers |= one.peers
             if one.stages:
                 known.stages, known.schedule, known.config = one.stages, one.schedule, one.config
-        names.append(path.name)
-    return Measured(rows, tuple(names))
+    return Measured(rows, tuple(path.name for path in paths))
 
 
 def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
@@ -91,10 +87,9 @@ def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
         if values.get("workload"):
             work = msgspec.convert(values["workload"], Workload)
         else:
-            hidden = int(case["hidden"])
-            work = Workload(case["cell"], hidden, int(case["input"] or hidden), int(case["batch"]),
-                            int(case["seq"]), case["dtype"], precision=case.get("precision") or None,
-                            weights=case.get("weights") or None)
+            work = Workload(case["cell"], int(case["hidden"]), int(case["input"] or case["hidden"]),
+                            int(case["batch"]), int(case["seq"]), case["dtype"],
+                            precision=case.get("precision") or None, weights=case.get("weights") or None)
         several = int(case.get("layers") or 1) > 1
     except (KeyError, ValueError, TypeError, msgspec.ValidationError):  # not a row of results
         return

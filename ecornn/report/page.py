@@ -3,22 +3,23 @@ schedules say: layers on a chip, times of a step, lines by size, rooflines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ecornn.device import Device
 from ecornn.errors import MissingPackageError
-from ecornn.explain import FloorTerms
+from ecornn.explain import FloorTerms, summary
 from ecornn.floor import SLOWER, measured
-from ecornn.report import layers, svg
+from ecornn.report import of_log, svg
 from ecornn.report.measured import NOTHING, Measured
+from ecornn.report.of_log import Layer, SearchRun, effects, searches
 from ecornn.report.roles import picture
-from ecornn.report.searches import SearchRun, effects, searches
 from ecornn.schedules.base import Cut
 from ecornn.schedules.rates import gpu_rates
-from ecornn.tune.log import Log, words
+from ecornn.tune.log import Log, gain_of, words
 
 COLOURS = 6  # of groups; a seventh has that of the first
 LEAST = 3  # different operations a byte that make a roofline
@@ -33,64 +34,47 @@ NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}
 
 def chip_map(cut: Cut, device: Device) -> str:
     """A square for each multiprocessor, in the order of blocks, which the GPU places as it likes."""
-    return svg.squares(list(_squares(cut, device.cores)))
-
-
-def _squares(cut: Cut, cores: int) -> Iterator[tuple[str, str]]:
-    for group in range(cut.groups):
-        for block in range(cut.blocks):
-            first = block // cut.parts * cut.units
-            part = f", part {block % cut.parts + 1} of {cut.parts} of K" if cut.parts > 1 else ""
-            units = f"units {first} to {first + cut.units - 1}"
-            yield f"fill{group % COLOURS}", f"group {group}, block {block}: {units}{part}"
-    for worker in range(cut.workers):
-        yield "worker", f"worker {worker}: products of x"
-    for _ in range(cores - cut.groups * cut.blocks - cut.workers):
-        yield "idle", "idle"
+    squares = []
+    for group, block in product(range(cut.groups), range(cut.blocks)):
+        first = block // cut.parts * cut.units
+        part = f", part {block % cut.parts + 1} of {cut.parts} of K" if cut.parts > 1 else ""
+        squares.append((f"fill{group % COLOURS}",
+                        f"group {group}, block {block}: units {first} to {first + cut.units - 1}{part}"))
+    squares += [("worker", f"worker {worker}: products of x") for worker in range(cut.workers)]
+    return svg.squares(squares + [("idle", "idle")] * (device.cores - len(squares)))
 
 
 def chip_words(cut: Cut, device: Device) -> str:
     """The caption of :func:`chip_map`."""
     idle = device.cores - cut.groups * cut.blocks - cut.workers
     heads = f", for one of {cut.heads} heads" if cut.heads > 1 else ""
-    rows = f"{cut.rows} row{'s' * (cut.rows != 1)}"
     several = f"{cut.groups} groups (a colour each)" if cut.groups > 1 else "One group"
     owner = "a block" if cut.parts == 1 else f"a set of {cut.parts} blocks, each with its part of K,"
     waits = (f"In every step a block waits for the state of the {cut.blocks - 1} others of its group, through "
              f"{'L2' if cut.by == 'L2' else 'the shared memory of their cluster'}" if cut.blocks > 1 else
              "No block waits for another one")
     places = ", ".join(f"{size / 1024:,.0f} KiB in {where}" for where, size in cut.held.items() if size)
-    others = [f"{cut.workers} blocks multiply x (outlined)" if cut.workers else "",
-              f"{idle} idle (grey)" if idle else ""]
-    beside = "".join(f"; {one}" for one in others if one)
-    return (f"{several} of {cut.blocks} blocks, each group with all recurrent weights{heads} and {rows} "
-            f"of the batch; {owner} owns {cut.units} hidden units{beside}. {waits}. Weights of a block: {places}.")
+    beside = (f"; {cut.workers} blocks multiply x (outlined)" if cut.workers else "") + (
+        f"; {idle} idle (grey)" if idle else "")
+    return (f"{several} of {cut.blocks} blocks, each group with all recurrent weights{heads} and {cut.rows} "
+            f"row{'s' * (cut.rows != 1)} of the batch; {owner} owns {cut.units} hidden units{beside}. {waits}. "
+            f"Weights of a block: {places}.")
 
 
-def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: dict[str, float],
-                 whole: float) -> str:
+def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: dict[str, float], whole: float) -> str:
     """The floor, the estimate by its stages, these as measured, and the whole, µs, on one scale; nothing where the
     whole is all there is."""
-    rows: list[Any] = []
-    if floor is not None:
-        rows.append(("floor", terms({"exchange": floor.exchange_us, "products": floor.products_us,
-                                     "product of x": floor.hoisted_us, "bytes": floor.bytes_us})))
-    if stages:
-        rows.append(("estimate", terms(stages)))
-    if left_out:
-        rows.append(("stages", terms(left_out)))
+    least = {} if floor is None else {"exchange": floor.exchange_us, "products": floor.products_us,
+                                      "product of x": floor.hoisted_us, "bytes": floor.bytes_us}
+    rows = [(row, [(TERMS[name], name, parts[name]) for name in TERMS if name in parts])
+            for row, parts in (("floor", least), ("estimate", stages), ("stages", left_out)) if parts]
     return svg.stacked([*rows, ("measured", [("measured", "measured", whole)])], "µs") if rows else ""
 
 
-def terms(stages: dict[str, float]) -> list[tuple[str, str, float]]:
-    """The terms of a row of :func:`time_picture`, in the order of :data:`TERMS`."""
-    return [(TERMS[name], name, stages[name]) for name in TERMS if name in stages]
-
-
-def plots(best: list[layers.Layer], results: Measured = NOTHING) -> list[tuple[str, str]]:
+def plots(best: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str]]:
     """µs a step against H, a line for each B, beside the floor and the fastest other library; one picture for each
     device, cell and type that has lines."""
-    groups: dict[str, dict[int, dict[int, layers.Layer]]] = {}
+    groups: dict[str, dict[int, dict[int, Layer]]] = {}
     for one in best:
         work = one.trial.workload
         if work.input == work.hidden and not work.backward and one.trial.times:
@@ -102,11 +86,11 @@ def plots(best: list[layers.Layer], results: Measured = NOTHING) -> list[tuple[s
     pictures = []
     for name, batches in groups.items():
         series: list[Any] = []
-        for batch, sizes in sorted(batches.items()):
-            points = [(float(h), one.trial.times.median) for h, one in sorted(sizes.items()) if one.trial.times]
-            floors = [(float(h), one.floor.total_us) for h, one in sorted(sizes.items()) if one.floor]
-            others = [(float(h), min(peers.values())) for h, one in sorted(sizes.items())
-                      if (peers := results.peers(one.trial))]
+        for batch, unsorted in sorted(batches.items()):
+            best_of = sorted(unsorted.items())
+            points = [(float(h), one.trial.times.median) for h, one in best_of if one.trial.times]
+            floors = [(float(h), one.floor.total_us) for h, one in best_of if one.floor]
+            others = [(float(h), min(peers.values())) for h, one in best_of if (peers := results.peers(one.trial))]
             if len(points) >= SERIES:
                 series.append((f"B={batch}", points, floors, others))
         if series:
@@ -115,20 +99,19 @@ def plots(best: list[layers.Layer], results: Measured = NOTHING) -> list[tuple[s
     return pictures
 
 
-def rooflines(best: list[layers.Layer]) -> list[tuple[str, str]]:
-    """A picture for each device and arithmetic that has a few layers, and whose rates are known.
-
-    Operations a byte are those of a step for each byte of recurrent weights: a kernel that reads these in every step
-    cannot be above the line of the memory that they come from.
-    """
+def rooflines(best: list[Layer]) -> list[tuple[str, str]]:
+    """A picture for each device and arithmetic that has a few layers, and whose rates are known. Operations a byte are
+    those of a step for each byte of recurrent weights: a kernel that reads these in every step cannot be above the line
+    of the memory that they come from."""
     groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for one in best:
         trial, work = one.trial, one.trial.workload
         arithmetic = "tf32" if work.precision == "tf32" else work.dtype
         if measured(trial.device.name) is None or arithmetic not in SLOWER:
             continue
-        step = layers.step_of(layers.task_of(trial))
-        rate = layers.teraflops(trial, step)
+        task = of_log.task_of(trial)
+        step = summary(task) if task is not None else None
+        rate = of_log.teraflops(trial, step)
         if step is not None and rate is not None and step.weight_bytes:
             assert trial.times is not None
             groups.setdefault((trial.device.name, arithmetic), []).append((
@@ -136,8 +119,7 @@ def rooflines(best: list[layers.Layer]) -> list[tuple[str, str]]:
                 f"{work}: {rate:.3g} TFLOP/s, {trial.times.median:.4g} µs"))
     pictures = []
     for (device, arithmetic), points in sorted(groups.items()):
-        gpu = measured(device)
-        if gpu is not None and len({x for x, _, _ in points}) >= LEAST:
+        if (gpu := measured(device)) and len({x for x, _, _ in points}) >= LEAST:
             bounds = gpu_rates(gpu).bounds
             slopes = [("L2", bounds.l2 / 1e3), ("memory", bounds.memory / 1e3)]
             pictures.append((f"{arithmetic} on {device}",
@@ -147,18 +129,16 @@ def rooflines(best: list[layers.Layer]) -> list[tuple[str, str]]:
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,
            told: Callable[[str], None] = lambda text: None) -> str:
-    """One HTML page, all of it in the text: no script, nothing that is loaded.
-
-    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``results``:
-    times of other libraries and of stages. ``told`` is called with the section or picture at hand. Raises
-    :class:`~ecornn.errors.MissingPackageError` without Jinja.
-    """
+    """One HTML page, all of it in the text: no script, nothing that is loaded. ``most``: searches that have a section,
+    the latest ones; all of them count in the table of layers. ``results``: times of other libraries and of stages.
+    ``told`` is called with the section or picture at hand. Raises :class:`~ecornn.errors.MissingPackageError` without
+    Jinja."""
     try:
         import jinja2
     except ImportError as error:
         raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
                                   ) from error
-    runs, best = searches(log), layers.layers(log)
+    runs, best = searches(log), of_log.layers(log)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)
     environment.filters["us"] = lambda value: f"{value:.4g}"
@@ -177,20 +157,20 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
 def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> dict[str, Any]:
     """The section on one search, as the template reads it; pictures are SVG. ``code``: True adds the generated code and
     the picture of a step."""
-    best, default, gain = run.best, run.default, run.gain
+    best, default, gain = run.best, run.default, gain_of(run)
     assert best is not None and best.times is not None
-    task = layers.task_of(best)
-    floor, step = layers.floor_of(best), layers.step_of(task)
-    cut, stages, left_out = layers.cut_of(best, task), layers.stages_of(best, task), results.stages(best)
-    kernel = layers.roles_of(best, task) if code and cut else None
+    task = of_log.task_of(best)
+    floor, step = of_log.floor_of(best), summary(task) if task is not None else None
+    cut, stages, left_out = of_log.cut_of(best, task), of_log.stages_of(best, task), results.stages(best)
+    kernel = of_log.roles_of(best, task) if code and cut else None
     default_us = default.times.median if default is not None and default.times else None
     return {
         "run": run, "title": str(best.workload), "gain": words(gain, default_us) if gain and default_us else "",
         "peers": results.peers(best), "curve": svg.curve(run.curve(), default_us),
         "effects": [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
                     for one in effects(run, task)],
-        "step": step, "teraflops": layers.teraflops(best, step), "chip": layers.chip(best, task),
+        "step": step, "teraflops": of_log.teraflops(best, step), "chip": of_log.chip(best, task),
         "map": chip_map(cut, best.device) if cut else "", "map_words": chip_words(cut, best.device) if cut else "",
         "roles": picture(kernel) if kernel else "", "floor": floor, "stages": stages, "left_out": left_out,
         "time_picture": time_picture(floor, stages, left_out, best.times.median),
-        "code": layers.marked(best, task) if code else None}
+        "code": of_log.marked(best, task) if code else None}

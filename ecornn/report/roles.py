@@ -1,9 +1,7 @@
-"""How the warps of a persistent kernel share a step, read from its TIR, and a picture of it.
-
-Notes (``T.note``) name roles and phases, the branches around them say which threads those are, and the instructions
-behind each note say how they wait, multiply and send. The picture has a lane for each role, two beside each other.
-Lanes meet at named barriers; what one sends, another one waits for in the next step.
-"""
+"""How the warps of a persistent kernel share a step, read from its TIR, and a picture of it. Notes (``T.note``) name
+roles and phases, the branches around them say which threads those are, and the instructions behind each note say how
+they wait, multiply and send. The picture has a lane for each role, two beside each other. Lanes meet at named barriers;
+what one sends, another one waits for in the next step."""
 
 from __future__ import annotations
 
@@ -14,15 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecornn.report import svg
 from ecornn.schedules.builder import NOTE
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
-else:
-    PrimFunc = Any
 
 _STEP = re.compile(r"t(_\d+)?")  # the variable of a loop over steps
 _ROLE = re.compile(r"([\w ]+?)(?:, \w+)?: (.*)")
@@ -40,23 +36,21 @@ VERBS = {"wait": "waits", "multiply": "multiplies", "copy": "copies", "send": "s
 
 @dataclass(frozen=True)
 class Act:
-    """Instructions of one ``kind``, ``wait``, ``multiply``, ``copy`` or ``send``, in words; ``by`` is the same for
-    those that send and those that wait for it. Kind ``note``: a note on how the phase is done."""
+    """Instructions of one kind in words, or a note on how the phase is done."""
 
-    kind: str
+    kind: str  # `wait`, `multiply`, `copy`, `send` or `note`
     words: str
-    by: str = ""
+    by: str = ""  # the same for those that send and those that wait for it
 
 
 @dataclass
 class Phase:
-    """The code behind one note. ``note``: its text without the role; ``step``: True in the loop over steps; ``ends``:
-    True if nothing follows the last act."""
+    """The code behind one note."""
 
-    note: str
-    step: bool
+    note: str  # without the role
+    step: bool  # in the loop over steps
     acts: list[Act] = field(default_factory=list)
-    ends: bool = False
+    ends: bool = False  # nothing follows the last act
 
 
 @dataclass(frozen=True)
@@ -112,18 +106,12 @@ def _kernel(name: str, function: PrimFunc) -> Kernel:
     leaves, roles = [*top.leaves()], []
     for arm in leaves:
         named = _role(phase.note for phase in arm.phases)
-        roles.append(Role(named, *reader.extents_of(arm), [*_told(named, arm.phases)]))
+        for phase in arm.phases:
+            if (match := _ROLE.fullmatch(phase.note)) and match[1] == named:
+                phase.note = match[2]
+        roles.append(Role(named, *reader.extents_of(arm), arm.phases))
     return Kernel(name, reader.extents.get("block", 1), reader.extents.get("thread", 1),
                   [phase.note for phase in reader.phases if not any(phase in arm.phases for arm in leaves)], roles)
-
-
-def _told(role: str, phases: list[Phase]) -> Iterator[Phase]:
-    """The phases, without the role in their notes."""
-    for phase in phases:
-        match = _ROLE.fullmatch(phase.note)
-        if match and match[1] == role:
-            phase.note = match[2]
-        yield phase
 
 
 class _Reader:
@@ -165,12 +153,11 @@ class _Reader:
 
     def extents_of(self, arm: _Arm) -> tuple[int, int]:
         """The number of threads of a CTA, in whole warps, that come to an arm, and of CTAs in which they do."""
-        blocks = [self._threads(arm, block) for block in range(self.extents.get("block", 1))]
-        return max(blocks), sum(map(bool, blocks))
-
-    def _threads(self, arm: _Arm, block: int) -> int:
-        places = (self._at(block, thread) for thread in range(0, self.extents.get("thread", 1), _WARP))
-        return _WARP * sum(all(bool(self._value(of, at)) == holds for of, holds in arm.conditions) for at in places)
+        warps = range(0, self.extents.get("thread", 1), _WARP)
+        threads = [_WARP * sum(all(bool(self._value(of, at)) == holds for of, holds in arm.conditions)
+                               for at in (self._at(block, first) for first in warps))
+                   for block in range(self.extents.get("block", 1))]
+        return max(threads), sum(map(bool, threads))
 
     def _at(self, block: int, thread: int) -> dict[Any, int]:
         return {var: {"block": block, "thread": thread}.get(var.name, 0) for var in self.indices}
@@ -216,8 +203,7 @@ class _Reader:
             self.phases.append(arm.phases[-1])
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """An instruction: its ``name``, the ``words`` that it has as text, its other arguments."""
 
     name: str
@@ -253,24 +239,18 @@ def _act(call: _Call, polls: bool) -> Act | None:
     if name in ("cuda.cta_sync", "barrier_cluster_wait"):
         return Act("wait", "barrier of the CTA" if name == "cuda.cta_sync" else "barrier of the cluster", name)
     if function.startswith("ecornn_mbarrier_wait") or (function == "ecornn_mbarrier_test" and polls):
-        if function.endswith("cluster"):
-            return Act("wait", "mbarrier that CTAs of the cluster complete", "cluster")
-        return Act("wait", "mbarrier")
+        by = "cluster" if function.endswith("cluster") else ""
+        return Act("wait", "mbarrier that CTAs of the cluster complete" if by else "mbarrier", by)
     if function.startswith("ecornn_send"):
         return Act("send", "to the shared memory of the cluster's CTAs", "cluster")
-    if name.startswith("ld") and polls and {"relaxed", "acquire"} & {*words}:
-        return Act("wait", f"polls {_buffer(call)} in L2", _buffer(call))
-    if name.startswith(("st", "red")) and {"relaxed", "release"} & {*words}:
-        return Act("send", f"{'counts in' if name == 'red' else 'to'} {_buffer(call)} in L2", _buffer(call))
+    reads = name.startswith("ld") and polls and {"relaxed", "acquire"} & {*words}
+    if reads or (name.startswith(("st", "red")) and {"relaxed", "release"} & {*words}):
+        buffer = str(next(a for a in call.arguments if type(a).__name__ == "Call").args[0]).partition("[")[0]
+        does = "polls" if reads else "counts in" if name == "red" else "to"
+        return Act("wait" if reads else "send", f"{does} {buffer} in L2", buffer)
     if name.startswith("cp_async_bulk"):
         return Act("copy", "bulk copies to shared memory")
     return Act("multiply", f"{name.split('_')[0]} {shape}") if shape and name.startswith(("mma", "wgmma")) else None
-
-
-def _buffer(call: _Call) -> str:
-    """The memory that an instruction is on."""
-    pointer = next(a for a in call.arguments if type(a).__name__ == "Call")
-    return str(pointer.args[0]).partition("[")[0]
 
 
 def _role(notes: Iterable[str]) -> str:
@@ -285,7 +265,6 @@ Line = tuple[str, str, Act | None]  # words, class, and what they are of
 class _Box:
     """A phase, or what a lane does beside the step; ``top`` and ``bottom`` in px."""
 
-    kind: str
     lines: list[Line]
     phase: Phase | None = None
     top: float = 0.0
@@ -335,10 +314,8 @@ def label(kernel: Kernel) -> str:
 
 def drawn(kernel: Kernel, width: float, letter: float = LETTER, title: Sequence[str] = ()) -> tuple[list[str], float]:
     """SVG elements for a picture of that width, with letters of that mean width, below a title; their height. Px."""
-    parts, y = _text([(line, "chosen", None) for line in title], 0, 0.0)
-    for note in kernel.notes:
-        more, y = _text(_wrapped(note, "tick", width, letter), 0, y)
-        parts += more
+    parts, y = _text([*((line, "chosen", None) for line in title),
+                      *(line for note in kernel.notes for line in _wrapped(note, "tick", width, letter))], 0, 0.0)
     for first in range(0, len(kernel.roles), 2):
         more, y = _beside(kernel, kernel.roles[first:first + 2], y + 8, width, letter)
         parts += more
@@ -357,32 +334,24 @@ def _text(lines: Sequence[Line], x: float, y: float) -> tuple[list[str], float]:
 def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, letter: float) -> tuple[list[str], float]:
     """Two lanes, or one."""
     each = (width - GAP * (len(roles) - 1)) / len(roles)
-    parts, lanes, heights = [], [], []
+    parts, lanes, below = list[str](), [], 0.0
     for number, role in enumerate(roles):
         left = number * (each + GAP)
+        warps, some = role.threads // _WARP, "each" if role.blocks == kernel.blocks > 1 else role.blocks
         head = _wrapped(role.name, "chosen", each, letter)
-        head += _wrapped(_where(kernel, role), "tick", each, letter)
+        head += _wrapped(f"{warps} warp{'s' * (warps != 1)} in {some} of {kernel.blocks} CTAs", "tick", each, letter)
         first = role.phases.index(role.steps[0]) if role.steps else 0
         for note in dict.fromkeys(phase.note for phase in role.phases[:first]):
             head += _wrapped(f"first: {note}", "tick", each, letter)
         more, end = _text(head, left, y)
-        parts += more
-        heights.append(end)
+        parts, below = parts + more, max(below, end)
         lanes.append(_Lane(role, left, each, [_box(piece, each - 2 * PAD, letter)
                                               for phase in (role.steps or role.phases) for piece in _pieces(phase)]))
-    y = max(heights) + 6
-    parts.append(f'<line class="grid" x1="0" x2="{width:g}" y1="{y}" y2="{y}"/>')
+    y = below + 6
     when = "in every step t" if any(role.steps for role in roles) else "beside the steps"
-    more, y = _text([(when, "chosen", None)], 0, y + 4)
-    parts += more
-    return _placed(parts, lanes, y + 6, letter)
-
-
-def _where(kernel: Kernel, role: Role) -> str:
-    warps = role.threads // 32
-    return (f"{warps} warp{'s' * (warps != 1)} in "
-            + (f"each of {kernel.blocks} CTAs" if role.blocks == kernel.blocks > 1 else
-               f"{role.blocks} of {kernel.blocks} CTAs"))
+    more, end = _text([(when, "chosen", None)], 0, y + 4)
+    rule = f'<line class="grid" x1="0" x2="{width:g}" y1="{y}" y2="{y}"/>'
+    return _placed([*parts, rule, *more], lanes, end + 6, letter)
 
 
 def _pieces(phase: Phase) -> Iterator[Phase]:
@@ -398,7 +367,7 @@ def _box(phase: Phase, width: float, letter: float) -> _Box:
     for act in phase.acts:
         verb = f"{VERBS[act.kind]}: " if act.kind in VERBS else ""
         lines += _wrapped(f"{verb}{act.words}", act.kind, width, letter, act)
-    return _Box("phase", lines, phase)
+    return _Box(lines, phase)
 
 
 def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tuple[list[str], float]:
@@ -409,7 +378,9 @@ def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tu
         for by in dict.fromkeys(act.by for _, act in one):
             meetings += [*zip([m for m in one if m[1].by == by], [m for m in other if m[1].by == by], strict=False)]
     for lane in lanes:
-        _stack(lane.boxes, y)
+        top = y
+        for box in lane.boxes:
+            box.top, top = top, top + box.bottom - box.top
     for _ in meetings:
         for (mine, act), (theirs, same) in meetings:
             down = theirs.meets(same) - mine.meets(act)
@@ -419,19 +390,14 @@ def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tu
     _beyond(lanes, y, letter)
     for lane in lanes:
         for box in lane.boxes:
-            parts.append(f'<rect class="{box.kind}" x="{lane.left + 0.5:g}" y="{box.top:g}" width="{lane.width - 1:g}" '
-                         f'height="{box.bottom - box.top - 4:g}" rx="4"/>')
+            parts.append(f'<rect class="{"phase" if box.phase else "beyond"}" x="{lane.left + 0.5:g}" y="{box.top:g}" '
+                         f'width="{lane.width - 1:g}" height="{box.bottom - box.top - 4:g}" rx="4"/>')
             parts += _text(box.lines, lane.left + PAD, box.top + PAD - 3)[0]
     for (mine, act), _ in meetings:
         height = mine.meets(act) - 2
         parts.append(f'<path class="meets" d="M{lanes[0].left:g} {height:g}H{lanes[1].left + lanes[1].width:g}"/>')
     parts += _arrows(lanes)
     return parts, max(lane.boxes[-1].bottom for lane in lanes)
-
-
-def _stack(boxes: Sequence[_Box], y: float) -> None:
-    for box in boxes:
-        box.top, y = y, y + box.bottom - box.top
 
 
 def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
@@ -441,14 +407,13 @@ def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
         room = lane.boxes[0].top - y
         if room > 2 * LINE:
             words = "the end of step t - 1, then the barrier"
-            before = _Box("beyond", _wrapped(words, "tick", lane.width - 2 * PAD, letter), top=y)
+            before = _Box(_wrapped(words, "tick", lane.width - 2 * PAD, letter), top=y)
             before.more = y + room - before.bottom
             lane.boxes.insert(0, before)
         for act in [act for _, act in lane.acts("wait")][:1]:
-            sent = _sent(lanes, lane, act)
-            if sent:
-                lines = _wrapped(f"step t + 1: {act.words}", "tick", lane.width - 2 * PAD, letter)
-                after = _Box("beyond", [(words, kind, act) for words, kind, _ in lines], top=lane.boxes[-1].bottom)
+            if _sent(lanes, lane, act):
+                lines = _wrapped(f"step t + 1: {act.words}", "tick", lane.width - 2 * PAD, letter, act)
+                after = _Box(lines, top=lane.boxes[-1].bottom)
                 after.more = max(0.0, end - after.bottom)
                 lane.boxes.append(after)
 
@@ -464,15 +429,13 @@ def _arrows(lanes: list[_Lane]) -> list[str]:
     parts = []
     for lane in lanes:
         after = lane.boxes[-1]
-        act = after.lines[0][2] if after.kind == "beyond" else None
+        act = after.lines[0][2] if after.phase is None else None
         sent = act and _sent(lanes, lane, act)
         if act and sent:
             other, box, sends = sent
             start, end = box.middle(sends), max(box.middle(sends), after.top + LINE)
-            from_right = other.left > lane.left
-            x = other.left if from_right else other.left + other.width
-            to = lane.left + lane.width if from_right else lane.left
-            way = 1 if from_right else -1
+            way = 1 if other.left > lane.left else -1
+            x, to = (other.left, lane.left + lane.width) if way > 0 else (other.left + other.width, lane.left)
             parts.append(f'<path class="sent" d="M{x:g} {start:g}L{to + way:g} {end:g}m{way * 7} -4l{way * -7} 4l'
                          f'{way * 7} 4"><title>{escape(sends.words)}</title></path>')
     return parts

@@ -1,8 +1,6 @@
-"""Pictures as inline SVG, coloured by the page's style, so that they follow light and dark.
-
-All text goes through :func:`text`, which escapes it: names in a log are anybody's. A picture is as wide as a phone, so
-that its words can be read there; elsewhere the page makes it a little larger.
-"""
+"""Pictures as inline SVG, coloured by the page's style, so that they follow light and dark. All text goes through
+:func:`text`, which escapes it: names in a log are anybody's. A picture is as wide as a phone, so that its words can be
+read there; elsewhere the page makes it a little larger."""
 
 from __future__ import annotations
 
@@ -56,8 +54,7 @@ class Axis:
         span = (self.high - self.low) / TICKS
         unit = 10.0 ** math.floor(math.log10(span))
         step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= span)
-        first = math.ceil(self.low / step)
-        return [n * step for n in range(first, math.floor(self.high / step) + 1)]
+        return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
     def apart(self, values: Iterable[float], gap: float) -> list[float]:
         """Values to mark, in order, each more than ``gap`` pixels from the one before."""
@@ -73,15 +70,20 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "middle")
     return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def figure(parts: Iterator[str] | Sequence[str], label: str, height: float = HEIGHT) -> str:
+def figure(parts: Iterable[str], label: str, height: float = HEIGHT) -> str:
     """The whole picture, as wide as there is room; ``label`` is read out to people who do not see it."""
     return (f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}">'
             + "".join(parts) + "</svg>")
 
 
-def path(points: Sequence[tuple[float, float]]) -> str:
+def path(kind: str, points: Points) -> str:
     """A line through points of pixels."""
-    return "M" + "L".join(f"{x} {y}" for x, y in points)
+    return f'<path class="{kind}" d="M{"L".join(f"{x} {y}" for x, y in points)}"/>'
+
+
+def dot(kind: str, x: float, y: float, title: str) -> str:
+    """A small circle, with a title."""
+    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"><title>{escape(title)}</title></circle>'
 
 
 def grid(x: Axis, y: Axis, across: str, up: str, marks: Sequence[float] | None = None) -> Iterator[str]:
@@ -104,12 +106,11 @@ def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> 
     parts = list(grid(x, y, "trial", "µs a step"))
     if default:
         parts.append(f'<line class="default" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(default)}" y2="{y(default)}"/>')
-    parts += [f'<circle class="trial" cx="{x(n)}" cy="{y(us)}" r="3"><title>trial {n}: {us:.5g} µs</title></circle>'
-              for n, us, _ in points]
+    parts += [dot("trial", x(n), y(us), f"trial {n}: {us:.5g} µs") for n, us, _ in points]
     steps = [(x(points[0][0]), y(points[0][2]))]
     for n, _, best in points[1:]:
         steps += [(x(n), steps[-1][1]), (x(n), y(best))]
-    parts.append(f'<path class="best" d="{path(steps)}"/>')
+    parts.append(path("best", steps))
     if default:
         parts.append(text(WIDTH - RIGHT - 4, y(default) - 6, "untuned default", "halo tick", "end"))
     return figure(parts, f"time of a step by trial; best {points[-1][2]:.4g} µs")
@@ -122,12 +123,12 @@ def ranges(rows: Sequence[tuple[str, float, float, bool]], unit: str) -> str:
     for number, (name, fast, median, chosen) in enumerate(rows):
         middle = number * ROW + ROW / 2
         kind = "chosen" if chosen else "tick"
-        parts.append(f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{middle}" y2="{middle}"/>')
-        parts.append(f'<line class="range" x1="{x(fast)}" x2="{x(median)}" y1="{middle}" y2="{middle}"/>')
-        parts.append(f'<line class="median" x1="{x(median)}" x2="{x(median)}" y1="{middle - 6}" y2="{middle + 6}"/>')
-        parts.append(f'<circle class="{"dot chosen" if chosen else "dot"}" cx="{x(fast)}" cy="{middle}" r="5"/>')
-        parts.append(text(NAMES - 8, middle + 4, name, kind, "end"))
-        parts.append(text(WIDTH - 2, middle + 4, f"{fast:.4g} {unit}", kind, "end"))
+        parts += [f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{middle}" y2="{middle}"/>',
+                  f'<line class="range" x1="{x(fast)}" x2="{x(median)}" y1="{middle}" y2="{middle}"/>',
+                  f'<line class="median" x1="{x(median)}" x2="{x(median)}" y1="{middle - 6}" y2="{middle + 6}"/>',
+                  f'<circle class="{"dot chosen" if chosen else "dot"}" cx="{x(fast)}" cy="{middle}" r="5"/>',
+                  text(NAMES - 8, middle + 4, name, kind, "end"),
+                  text(WIDTH - 2, middle + 4, f"{fast:.4g} {unit}", kind, "end")]
     return figure(parts, "fastest and median by value", len(rows) * ROW)
 
 
@@ -174,19 +175,18 @@ def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[
     x = Axis.of([i for i, _, _ in points], LEFT, WIDTH - RIGHT - 80, log=True)
     y = Axis.of([least, roof], HEIGHT - BOTTOM, TOP + 8, log=True)
     marks = x.apart([i for i, _, _ in points], 26)
-    parts = list(grid(x, y, "operations a byte of recurrent weights", "TFLOP/s", marks))
-    parts.append(f'<line class="default" x1="{x.begin}" x2="{x.end}" y1="{y(roof)}" y2="{y(roof)}"/>')
-    parts += [f'<circle class="layer" cx="{x(i)}" cy="{y(rate)}" r="3"><title>{escape(title)}</title></circle>'
-              for i, rate, title in points]
+    parts = [*grid(x, y, "operations a byte of recurrent weights", "TFLOP/s", marks),
+             f'<line class="default" x1="{x.begin}" x2="{x.end}" y1="{y(roof)}" y2="{y(roof)}"/>',
+             *(dot("layer", x(i), y(rate), title) for i, rate, title in points)]
     ends = [("tensor cores", (x.end, y(roof)))]
     for name, rate in slopes:
         first, last = max(x.low, y.low / rate), min(roof / rate, x.high)
         if first < last:
-            parts.append(f'<path class="slope" d="{path([(x(i), y(i * rate)) for i in (first, last)])}"/>')
+            parts.append(path("slope", [(x(i), y(i * rate)) for i in (first, last)]))
             ends.append((name, (x(last), y(last * rate))))
     for (name, end), place in zip(ends, beside([end[1] for _, end in ends]), strict=True):
-        parts.append(f'<path class="grid" d="{path([end, (x.end + 6, place - 4)])}"/>')
-        parts.append(text(x.end + 8, place, name, "tick", "start"))
+        parts += [path("grid", [end, (x.end + 6, place - 4)]),
+                  text(x.end + 8, place, name, "tick", "start")]
     return figure(parts, "operations a second by operations a byte")
 
 
@@ -198,29 +198,24 @@ def lines(series: Sequence[tuple[str, Points, Points, Points]]) -> str:
     parts = list(grid(x, y, "hidden units H", "µs a step", x.apart([h for h, _ in every], 34)))
     places = beside([y(points[-1][1]) for _, points, *_ in series])
     for number, (name, points, floors, others) in enumerate(series):
-        kind = f"series{number % 6}"
-        if len(floors) > 1:
-            parts.append(f'<path class="{kind} floor" d="{path([(x(h), y(us)) for h, us in floors])}"/>')
-        parts += [f'<circle class="{kind} other" cx="{x(h)}" cy="{y(us)}" r="3"><title>{escape(name)} H={h:g}, another '
-                  f"library: {us:.4g} µs</title></circle>" for h, us in others]
-        parts.append(f'<path class="{kind}" d="{path([(x(h), y(us)) for h, us in points])}"/>')
-        parts += [f'<circle class="{kind}" cx="{x(h)}" cy="{y(us)}" r="3"><title>{escape(name)} H={h:g}: {us:.4g} µs'
-                  f"</title></circle>" for h, us in points]
-        end = x(points[-1][0]), y(points[-1][1])
-        parts.append(f'<path class="grid" d="{path([(end[0] + 5, end[1]), (x.end + 8, places[number] - 4)])}"/>')
-        parts.append(text(x.end + 10, places[number], name, f"tick {kind}", "start"))
+        kind, (right, height) = f"series{number % 6}", (x(points[-1][0]), y(points[-1][1]))
+        parts += [path(f"{kind} floor", [(x(h), y(us)) for h, us in floors])] if len(floors) > 1 else []
+        parts += [*(dot(f"{kind} other", x(h), y(us), f"{name} H={h:g}, another library: {us:.4g} µs")
+                    for h, us in others),
+                  path(kind, [(x(h), y(us)) for h, us in points]),
+                  *(dot(kind, x(h), y(us), f"{name} H={h:g}: {us:.4g} µs") for h, us in points),
+                  path("grid", [(right + 5, height), (x.end + 8, places[number] - 4)]),
+                  text(x.end + 10, places[number], name, f"tick {kind}", "start")]
     return figure(parts, "time of a step by hidden size and batch")
 
 
 def beside(ends: Sequence[float], gap: float = 14) -> list[float]:
     """Places for names of lines that end at these heights: near them, none on another, all within the picture."""
-    order = sorted(range(len(ends)), key=lambda i: ends[i])
-    places = [0.0] * len(ends)
-    low = TOP + 8.0
+    order, places = sorted(range(len(ends)), key=ends.__getitem__), [0.0] * len(ends)
+    low, high = TOP + 8.0, HEIGHT - BOTTOM + 4.0
     for i in order:
         places[i] = max(ends[i] + 4, low)
         low = places[i] + gap
-    high = HEIGHT - BOTTOM + 4.0
     for i in reversed(order):
         places[i] = round(min(places[i], high), 1)
         high = places[i] - gap

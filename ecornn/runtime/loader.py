@@ -141,9 +141,9 @@ class Module:
         else:
             _integer("threads", threads, 1, _MOST_THREADS)
         if isinstance(weights, (str, os.PathLike)):
-            from ecornn.weight_files import WeightFile
+            from ecornn.weight_files import read_layer
 
-            weights = WeightFile(weights, prefix).layer()
+            weights = read_layer(weights, prefix)
         elif prefix:
             raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
         return Layer(self, weights, device, threads)

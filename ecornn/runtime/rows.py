@@ -7,8 +7,8 @@ from typing import Any
 
 from ecornn.errors import ArgumentError, ShapeError
 from ecornn.manifest import Manifest
-from ecornn.outputs import by_output
 from ecornn.runtime.arrays import Arrays
+from ecornn.workload import by_output
 
 Widths = dict[str, tuple[int, ...]]  # of each sequence that was passed: the axes behind (T, B), as it has them
 

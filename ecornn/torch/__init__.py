@@ -33,7 +33,7 @@ where there is little to do. Calls at the same time share the cores.
 from __future__ import annotations
 
 from ecornn.boundary import public
-from ecornn.module_folders import save_modules
+from ecornn.module_cache import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.recurrent import Recurrent

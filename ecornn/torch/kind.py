@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad
 
 from ecornn.cells import BUILTIN, Cell, get
-from ecornn.cells.deriving import flat_shape
+from ecornn.cells.base import flat_shape
 from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec

@@ -12,14 +12,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.boundary import public
 from ecornn.cells import Cell, get
-from ecornn.cells.deriving import derives, learned_shapes
+from ecornn.cells.base import derives, learned_shapes
 from ecornn.errors import ArgumentError, ShapeError
-from ecornn.outputs import by_output
 from ecornn.torch import engine
 from ecornn.torch.compiling import checked_keep
 from ecornn.torch.engine import Derived
 from ecornn.torch.kind import kind_of, name_of, text_of
 from ecornn.torch.modules import Sequences
+from ecornn.workload import by_output
 
 
 class Recurrent(Sequences):

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_leaves
 
-from ecornn.cells.deriving import parameters_of
+from ecornn.cells.base import parameters_of
 from ecornn.errors import ArgumentError, CellError
 from ecornn.torch.traced_graph import Learned, Sizes, Traced, carried_out, operator_name, place_of, pointed, reached
 from ecornn.torch.traced_step import TracedCell

@@ -14,8 +14,7 @@ import torch
 from torch.fx import Node
 
 from ecornn.cells import Cell, product
-from ecornn.cells.base import Shape
-from ecornn.cells.deriving import flat_shape
+from ecornn.cells.base import Shape, flat_shape
 from ecornn.errors import CellError
 from ecornn.torch.traced_arithmetic import Arithmetic
 from ecornn.torch.traced_graph import Graph, Sizes, Traced, arguments, export, operator_name, pointed, shape_of

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import Cell
-from ecornn.cells.deriving import learned_shapes, parameters_of
+from ecornn.cells.base import learned_shapes, parameters_of
 from ecornn.errors import CellError
 from ecornn.interpreter import interpret
 from ecornn.numpy_reference import NORMALIZED, reference

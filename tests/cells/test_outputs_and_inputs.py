@@ -27,13 +27,12 @@ from ecornn.cells import pointwise, product
 from ecornn.cli.cell_checks import RIGHT, Checks
 from ecornn.cli.step_text import step_text
 from ecornn.errors import ArgumentError, CellError, EcornnError, ShapeError
-from ecornn.outputs import by_output
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.task import make_program, read_out_task
 from ecornn.torch import Recurrent
 from ecornn.tune.oracle import write
-from ecornn.workload import ALONE, SINGLE, Traversal, Workload
+from ecornn.workload import ALONE, SINGLE, Traversal, Workload, by_output
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 

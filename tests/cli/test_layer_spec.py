@@ -12,7 +12,7 @@ import pytest
 import ecornn.compiler
 import ecornn.onnx
 from ecornn.cells import get
-from ecornn.cells.lstm import LSTM
+from ecornn.cells.builtin import LSTM
 from ecornn.cli.common import PROPERTIES
 from ecornn.cli.compile_commands import compile as compile_command
 from ecornn.cli.tune_command import tune as tune_command

@@ -12,7 +12,7 @@ from tvm import te, tirx
 from ecornn.analysis import StepGraph
 from ecornn.analysis.backpropagation import Array, at, hoist, start, step
 from ecornn.cells import Cell, mean, normalized, pointwise, product
-from ecornn.cells.vanilla import IndRNN
+from ecornn.cells.builtin import IndRNN
 from ecornn.numpy_gradients import erf
 
 

@@ -273,7 +273,7 @@ def test_numbers_of_attributes_keep_their_digits():
     assert ecornn.cells.get(cell.identity()).options == cell.options
     for number, text in ((3, "3"), (0.1, "0.1"), (1e-7, "1e-07"), (0.1234567, "0.1234567"), (2e10, "2e+10")):
         assert ecornn.cells.get(f"lstm(clip={text})").identity() == f"lstm(clip={text})"
-        assert ecornn.cells.lstm.LSTM(clip=number).identity() == f"lstm(clip={text})"
+        assert ecornn.cells.builtin.LSTM(clip=number).identity() == f"lstm(clip={text})"
 
 
 def twins(name: str, outputs: str) -> Any:

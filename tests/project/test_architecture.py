@@ -28,9 +28,9 @@ TEMPLATE = {"analysis", "device", "dtypes", "program", "workload", "schedules.ba
 KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.cuda.pipeline",
                      "schedules.keeping", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "device", "outputs",
+    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "device",
                                 "schedules.builder", "schedules.cuda")},
-    **{room: {"errors"} for room in ("boundary", "temporary", "quick_tvm", "tuning_logs", "analysis", "numpy_layers")},
+    **{room: {"errors"} for room in ("boundary", "temporary", "quick_tvm", "tuning_logs", "analysis")},
     "worker": {"errors", "temporary"},
     "workload": {"dtypes", "errors"},
     "host_cpu": {"device", "errors"},
@@ -42,9 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cells": {"analysis", "errors"},
     "layer_spec": {"cells", "errors", "workload"},
     # What outputs are checked against: layers of any step, te graphs as they were written, formulas.
-    "interpreter": {"cells", "errors", "numpy_layers"},
-    "numpy_reference": {"boundary", "cells", "errors", "interpreter", "numpy_layers", "outputs"},
-    "numpy_gradients": {"boundary", "errors", "numpy_layers", "numpy_reference"},
+    "interpreter": {"cells", "errors"},
+    "numpy_reference": {"boundary", "cells", "errors", "interpreter", "workload"},
+    "numpy_gradients": {"boundary", "errors", "numpy_reference"},
     "schedules.base": {"analysis", "device", "program", "workload"},
     "schedules.timeline": {"program", "workload", "schedules.builder"},
     "schedules.rates": {"device", "schedules.base"},
@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS | {"checksum", "file_locks", "temporary"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | HOSTS | {"checksum", "outputs", "temporary", "weight_files"},
+    "runtime": BASE | HOSTS | {"checksum", "temporary", "weight_files"},
     "weight_files": {"errors", "temporary"},
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
@@ -90,13 +90,12 @@ MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules"
                               "schedules.rates", "task", "tune", "quick_tvm"}
 # What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
-                                      "numpy_layers", "numpy_reference", "quick_tvm", "runtime", "tune", "worker"}
-MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", "program", "runtime"}
-MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "manifest", "module_folders", "quick_tvm", "runtime",
-                              "tuning_logs"} | HOSTS
+                                      "numpy_reference", "quick_tvm", "runtime", "tune", "worker"}
+MAY_IMPORT["module_cache"] = {"boundary", "build", "compiler", "errors", "layer_spec", "manifest", "program",
+                              "quick_tvm", "runtime", "tuning_logs"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
 MAY_IMPORT["torch"] = {"analysis", "bench", "boundary", "build", "cells", "dtypes", "errors", "interpreter",
-                       "interrupts", "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs",
+                       "interrupts", "layer_spec", "module_cache", "program", "runtime",
                        "worker", "workload"}
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}
@@ -120,7 +119,7 @@ def sources() -> dict[str, Path]:
 
 
 def layer(module: str) -> str:
-    """``cells`` for ecornn.cells.lstm, the empty string for ecornn itself."""
+    """``cells`` for ecornn.cells.builtin, the empty string for ecornn itself."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -181,7 +180,7 @@ def test_imports_go_down_the_layers():
 
 def test_what_outputs_are_checked_against_is_apart_from_what_makes_kernels():
     modules = imported()
-    for name in ("ecornn.tune.oracle", "ecornn.interpreter", "ecornn.numpy_layers", "ecornn.numpy_reference",
+    for name in ("ecornn.tune.oracle", "ecornn.interpreter", "ecornn.numpy_reference",
                  "ecornn.bench.step_loop", "ecornn.bench.expected"):
         for target in modules[name]:
             assert layer(target) not in ("analysis", "schedules", "task", "build", "compiler"), f"{name}: {target}"

@@ -29,14 +29,15 @@ from ecornn.bench.results import CsvFile, Row
 from ecornn.cli import main
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
+from ecornn.explain import summary
 from ecornn.report import page, svg
-from ecornn.report.layers import cut_of, layers, marked, stages_of, step_of, task_of, teraflops
 from ecornn.report.measured import measured
+from ecornn.report.of_log import cut_of, effects, explained, layers, marked, searches, stages_of, task_of, teraflops
 from ecornn.report.page import TERMS, chip_map, chip_words, rooflines
 from ecornn.report.roles import Kernel, kernel_of, picture
-from ecornn.report.searches import effects, explained, searches
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
+from ecornn.tune.journal import gain_of
 from ecornn.tune.log import Line, Log, read, shipped_folder
 from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Choice, Finish, Times, Trial
@@ -121,7 +122,7 @@ def test_a_search_is_told_as_it_went():
         trial(0, 4.0), trial(1, 2.0), trial(2, 9.0, times=None, error="run: wrong output\nmore"), trial(3, 3.0),
         trial(4, 2.5, stage="final", config={"a": 1}), trial(5, 5.0, stage="final", config={"a": 0}), finish))
     assert run.curve() == [(1, 4.0, 4.0), (2, 2.0, 2.0), (4, 3.0, 2.0)]
-    assert run.best.times.median == 2.5 and run.default.times.median == 5.0 and run.gain.ratio == 2.0
+    assert run.best.times.median == 2.5 and run.default.times.median == 5.0 and gain_of(run).ratio == 2.0
     assert run.failures == [("run: wrong output", 1)]
     (effect,) = effects(run, None)
     assert [(v.value, v.fastest, v.median, v.chosen) for v in effect.values] == [
@@ -147,8 +148,7 @@ def test_the_share_of_a_knob_is_that_of_an_analysis_of_variance():
 
 def test_operations_of_a_step_are_counted():
     one = trial(0, 10.0, workload=Workload("lstm", 64, 32, 4, 10, "float32"))
-    found = step_of(task_of(one))
-    assert teraflops(one, found) == pytest.approx(2 * 4 * (4 * 64 * 64 + 4 * 64 * 32) / 10e-6 / 1e12)
+    assert teraflops(one, summary(task_of(one))) == pytest.approx(2 * 4 * (4 * 64 * 64 + 4 * 64 * 32) / 10e-6 / 1e12)
 
 
 def test_names_in_a_log_are_no_markup():

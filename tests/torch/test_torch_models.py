@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import ecornn.compiler
 import ecornn.torch
-from ecornn import module_cache, module_folders
+from ecornn import module_cache
 from ecornn.errors import ArgumentError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.torch import replacing
@@ -271,7 +271,7 @@ class Saved:
         x = torch.randn(T, B, I)
         dims = {0: torch.export.Dim("T", min=2, max=99), 1: torch.export.Dim("B", min=2, max=99)}
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module_folders, "_had", {})
+            patch.setattr(module_cache, "_had", {})
             outcomes.clear()  # which another test may have filled
             model(x)
             self.program = torch.export.export(model.eval(), (x,), dynamic_shapes=(dims,))
@@ -319,26 +319,26 @@ def test_a_program_of_aot_inductor(saved: Saved, tmp_path: Path):
 def test_which_module_is_found(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ECORNN_MODULES", str(saved.folder / "modules"))
     layer = dict(cell="gru", hidden=H, input=7, batch=2, bidirectional=True)
-    found = module_folders.find(LayerSpec(**layer), "cpu")
+    found = module_cache.find(LayerSpec(**layer), "cpu")
     assert found is not None and found.path in saved.modules and found.manifest.workload.batch == B
     for change in ({"batch": B + 1}, {"cell": "lstm"}, {"dtype": "float64"}, {"bidirectional": False}, {"hidden": 12},
                    {"lengths": True}, {"training": True}, {"weights": "bfloat16"}):
-        assert module_folders.find(LayerSpec(**layer | change), "cpu") is None, change
-    assert module_folders.find(LayerSpec(**layer), "cuda") is None
-    monkeypatch.setattr(module_folders, "_runs_here", lambda manifest: False)
-    assert module_folders.find(LayerSpec(**layer), "cpu") is None
+        assert module_cache.find(LayerSpec(**layer | change), "cpu") is None, change
+    assert module_cache.find(LayerSpec(**layer), "cuda") is None
+    monkeypatch.setattr(module_cache, "_runs_here", lambda manifest: False)
+    assert module_cache.find(LayerSpec(**layer), "cpu") is None
     monkeypatch.setenv("ECORNN_MODULES", os.pathsep.join([str(tmp_path), str(tmp_path / "none")]))
     with pytest.raises(ModuleError, match="there is no folder"):
-        module_folders.find(LayerSpec(**layer), "cpu")
+        module_cache.find(LayerSpec(**layer), "cpu")
     shutil.copy(saved.modules[0], tmp_path / "damaged.so")
     with (tmp_path / "damaged.so").open("r+b") as file:
         file.truncate(1000)
     monkeypatch.setenv("ECORNN_MODULES", str(tmp_path))
     with pytest.raises(ModuleError, match=r"damaged\.so"):
-        module_folders.find(LayerSpec(**layer), "cpu")
+        module_cache.find(LayerSpec(**layer), "cpu")
 
 
 def test_nothing_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module_folders, "_had", {})
+    monkeypatch.setattr(module_cache, "_had", {})
     with pytest.raises(ModuleError, match="nothing to save"):
         ecornn.torch.save_modules(tmp_path)
