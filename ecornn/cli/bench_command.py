@@ -96,8 +96,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     The layer is compiled with the best tuning records that apply. All sides get the same random weights and inputs.
     Each one's output, or gradients, are held against float64 first: what is wrong is not timed. Then sides take turns,
     after a warm-up, on inputs that are new in each; on a GPU as CUDA graphs. Times are microseconds a step: the median
-    and percentiles of whole calls, divided by T.
-    """
+    and percentiles of whole calls, divided by T."""
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
     from ecornn.bench.results import CsvFile, RowLog, append, environment, read_row, shown

@@ -1,8 +1,7 @@
 """The checks of ``ecornn check-cell``: a cell with every schedule and type, at a small size.
 
 A CPU's modules are built and run, and held against the te step in NumPy float64 (``interpreter.py``); their gradients
-against those that were derived, once these agree with differences of that step. A GPU's code is generated, not run.
-"""
+against those that were derived, once these agree with differences of that step. A GPU's code is generated, not run."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: t
     """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
 
     Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
-    carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU.
-    """
+    carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU."""
     from ecornn.cells.naming import load_cell
     from ecornn.cli.cell_checks import check_cell as checked
     from ecornn.targets import resolve

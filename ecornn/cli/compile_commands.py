@@ -188,8 +188,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
-    weights of an ONNX node are written beside it, as FILE.safetensors.
-    """
+    weights of an ONNX node are written beside it, as FILE.safetensors."""
     from ecornn.build.module import name_of
     from ecornn.compiler import build, build_archive, generate
 
@@ -308,8 +307,7 @@ def explain(asked: Asked, json: bool) -> None:
     """Says what a layer is compiled to, and why: takes what `ecornn compile` takes, and builds nothing.
 
     What the step is, which schedules serve it and which do not, what was chosen by which record, what it takes on the
-    chip, and how long a step should take beside the least that it can. A GPU by its name needs none.
-    """
+    chip, and how long a step should take beside the least that it can. A GPU by its name needs none."""
     from ecornn.explain import explain as explained
 
     load_tvm()
@@ -429,8 +427,7 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
     """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.
 
     Other nodes stay as they are, and so do those that cannot be compiled or do not gain, which are named with the
-    reason.
-    """
+    reason."""
     from ecornn.onnxruntime import rewrite
     from ecornn.onnxruntime.rewriting import milliseconds
     from ecornn.quick_tvm import import_tvm

@@ -135,8 +135,7 @@ def text_of(line: TrialLine) -> str:
 def stats(files: tuple[Path, ...], json: bool) -> None:
     """Counts by device: workloads, trials, failures and their reasons, stale and noisy records.
 
-    And how much faster than the untuned default the best of each workload is.
-    """
+    And how much faster than the untuned default the best of each workload is."""
     counted = counts(collect(files, strict=True))
     if json:
         as_json(counted)
@@ -231,8 +230,7 @@ def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
     """Makes one log of several: their union, the same whatever their order.
 
     Equal records count once. Of records that contradict each other the one that promises less is
-    kept; those, and damaged lines, are reported with file and line and kept out.
-    """
+    kept; those, and damaged lines, are reported with file and line and kept out."""
     written = write(output, merged(collect(files, strict=True).lines))
     if json:
         as_json(written)
@@ -263,8 +261,7 @@ def export(files: tuple[Path, ...], output: Path, only_best: bool, json: bool) -
 def import_files(files: tuple[Path, ...], json: bool) -> None:
     """Adds records to imported.jsonl in your folder, where look-up finds them.
 
-    Records that are there already are not added again.
-    """
+    Records that are there already are not added again."""
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import event
     from ecornn.tuning_logs import user_folder
@@ -298,8 +295,7 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
     """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
 
     Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
-    stay.
-    """
+    stay."""
     from ecornn.schedules import revisions
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import worth_keeping
@@ -341,8 +337,7 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     """Builds and measures a sample of records again, on this device, and reports drift.
 
     Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
-    revisions of their schedule and of cells that are not built in or have options are left out, and counted.
-    """
+    revisions of their schedule and of cells that are not built in or have options are left out, and counted."""
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
     from ecornn.tune.session import Session
@@ -411,8 +406,7 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
 
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
-    layers the best. Needs Jinja: pip install jinja2.
-    """
+    layers the best. Needs Jinja: pip install jinja2."""
     from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.log import read_all

@@ -99,8 +99,7 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
-    candidate hangs. A candidate counts only if its output matches a float64 reference.
-    """
+    candidate hangs. A candidate counts only if its output matches a float64 reference."""
     layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
         with safe_interrupts(*ENDING):

@@ -45,8 +45,7 @@ def library() -> ctypes.CDLL:
 def register(module: Module) -> str:
     """Makes a module known to the handlers; returns the digest of its file, by which programs of XLA call it.
 
-    Raises :class:`~ecornn.errors.ModuleError` for a file from before modules had a C interface.
-    """
+    Raises :class:`~ecornn.errors.ModuleError` for a file from before modules had a C interface."""
     path = module.path
     if not path.is_file():
         raise ModuleError(f"the module's file {path} is gone")
@@ -82,8 +81,7 @@ def recurrent(module: Module, *, threads: int | None = None) -> Recurrent:
     ------
     ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU; a module with ``sequences``
     ModuleError : the file was compiled before modules had a C interface
-    BuildError : there is no C++ compiler, which the first call in a machine's build cache needs
-    """
+    BuildError : there is no C++ compiler, which the first call in a machine's build cache needs"""
     cuda = module.manifest.device.kind == "cuda"
     if threads is not None and (cuda or isinstance(threads, bool) or not isinstance(threads, int)
                                 or not 1 <= threads <= _MOST_THREADS):
@@ -100,8 +98,7 @@ class Recurrent:
 
     Attributes
     ----------
-    module : the module that carries it out
-    """
+    module : the module that carries it out"""
 
     def __init__(self, module: Module, threads: int) -> None:
         self.module, self._manifest = module, module.manifest
@@ -140,8 +137,7 @@ class Recurrent:
         ------
         ShapeError, DTypeError : an array does not fit
         WeightsError : a name is missing or unexpected
-        ArgumentError : ``lengths`` or ``resets`` for a module that was compiled without them
-        """
+        ArgumentError : ``lengths`` or ``resets`` for a module that was compiled without them"""
         steps, batch = self._check("x", x, 3, self._dtype)[:2]
         shape = self._state_shape(batch)
         work, stack = self._manifest.workload, self._manifest.stack

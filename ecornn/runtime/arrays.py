@@ -23,8 +23,7 @@ class Arrays(ABC):
     """One framework's arrays. A call takes its arguments in, works on them, and gives results out.
 
     These are on the path of every call: each asks an array as little as it can, since a NumPy
-    array takes a third of a microsecond to tell its address.
-    """
+    array takes a third of a microsecond to tell its address."""
 
     name: str  # for messages
     staged = False  # on CUDA modules: copied to the device and back

@@ -90,8 +90,7 @@ class Caller:
         ------
         ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
         ArgumentError : an argument is no array, or of another framework than x; ``lengths``, ``resets`` or
-            ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere
-        """
+            ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere"""
         try:
             arrays = arrays_of(x, "x")
             x = arrays.take(x, "x")
@@ -168,8 +167,7 @@ class Caller:
         behind that.
 
         Raises as :meth:`Module.bind`, and :class:`~ecornn.errors.DeviceError` on a GPU for weights that are not on it;
-        nothing has changed then.
-        """
+        nothing has changed then."""
         self._weights.repack(weights)
 
     def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:

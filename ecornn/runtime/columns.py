@@ -5,8 +5,7 @@ Whole sequences do not fill columns evenly. Where a layer allows it, what does n
 the beginning of the next one: McNaughton's wrap-around rule, with which T is the longest sequence, or the mean of the
 columns, up to a few steps. In x's time the piece in the next column comes first then. Kernels see the two pieces in a
 table with marks, where each piece has a number of its own; the piece that they work on first leaves its state for the
-other.
-"""
+other."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Columns:
     table : (T, C), the number of the sequence at each place, 0 to S-1; -1 where there is none
     places : (N,), the place t * C + c of every step of sequence 0, then of sequence 1, and so on
     first : (S + 1,), where those of each sequence begin in ``places``, and N
-    wrapped : columns that a sequence goes on from to the next column, often none; see :meth:`of`
-    """
+    wrapped : columns that a sequence goes on from to the next column, often none; see :meth:`of`"""
 
     table: Ints
     places: Places
@@ -75,8 +73,7 @@ class Columns:
         be done. With ``together``, :attr:`Layer.together` of the layer that will be called, sequences may wrap around
         from one column to the next of as many neighbours, where that takes fewer steps.
 
-        Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for other lengths or widths.
-        """
+        Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for other lengths or widths."""
         found = _integers("lengths", lengths)
         if found.ndim != 1 or not found.size:
             raise ShapeError("lengths.shape", found.shape, "(S,) with S >= 1")
@@ -113,8 +110,7 @@ class Columns:
         """From a table of one's own.
 
         Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` where it is no (T, C) of integers in
-        which each number from 0 on has one place: steps of one column, with no gap.
-        """
+        which each number from 0 on has one place: steps of one column, with no gap."""
         found = _integers("sequences", table)
         if found.ndim != 2 or not found.size:
             raise ShapeError("sequences.shape", found.shape, "(T, C)")
@@ -219,8 +215,7 @@ def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
     """The lengths as int32 on the device of ``like``, and how many steps the longest row has.
 
     Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked. Raises
-    :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of integers from 0 to T.
-    """
+    :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of integers from 0 to T."""
     if value is None:
         value = np.full(batch, steps, np.int32)
     value, shape, dtype = _facts("lengths", value, like)
@@ -238,8 +233,7 @@ def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
 def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, library: Library) -> Placed:
     """The mask as uint8 on the device of ``like``; all zeros for None.
 
-    Raises :class:`ShapeError` or :class:`DTypeError` for what is no (T, B) of booleans or uint8.
-    """
+    Raises :class:`ShapeError` or :class:`DTypeError` for what is no (T, B) of booleans or uint8."""
     if value is None:
         value = np.zeros((steps, batch), np.uint8)
     value, shape, dtype = _facts("resets", value, like)
@@ -255,8 +249,7 @@ def place_sequences(value: Any, steps: int, batch: int, together: int, arrays: A
     """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one.
 
     Raises as :meth:`Columns.given`, :class:`ShapeError` for what is no (T, B), and :class:`ArgumentError` where a
-    sequence goes from one group of ``together`` columns to the next.
-    """
+    sequence goes from one group of ``together`` columns to the next."""
     if value is None:
         value = np.broadcast_to(np.arange(batch), (steps, batch))
     columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)

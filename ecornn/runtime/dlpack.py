@@ -61,8 +61,7 @@ class _Elements:
 class Block(_Elements):
     """A contiguous array in memory of ours, which other frameworks take over with their ``from_dlpack``.
 
-    ``device`` is DLPack's (type, number); ``finish`` waits for the work that writes the array.
-    """
+    ``device`` is DLPack's (type, number); ``finish`` waits for the work that writes the array."""
 
     def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: str, device: tuple[int, int],
                  finish: Callable[[], Any] = lambda: None) -> None:
@@ -145,8 +144,7 @@ class ForeignArrays(Arrays):
     """The type of ``example``, which has ``__dlpack__``. On CUDA, work is put on the legacy default stream.
 
     Results are made by the framework's ``from_dlpack`` where it has one; otherwise they are NumPy
-    arrays on a CPU, and :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type.
-    """
+    arrays on a CPU, and :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type."""
 
     def __init__(self, example: Any) -> None:
         self._kind = kind = type(example)

@@ -30,8 +30,7 @@ class Kept:
     steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
     widths : of the sequences beside x that were passed, see rows.py
     room : what the gradient of x may be written over, if it is not a part of ``memory``: it goes on living as that
-    nbytes : bytes of both, what is kept besides x, y and the first states
-    """
+    nbytes : bytes of both, what is kept besides x, y and the first states"""
 
     owner: Any
     arrays: Arrays
@@ -62,8 +61,7 @@ class Gradients:
     weights : by name, of the weights' shapes, float32; of a module of float64 that
     state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``.
         () where they were not wanted
-    inputs : of the sequences beside x that were passed as ``inputs``, by name, each of its shape
-    """
+    inputs : of the sequences beside x that were passed as ``inputs``, by name, each of its shape"""
 
     x: Any
     weights: dict[str, Any]
@@ -196,8 +194,7 @@ class Layer(Caller):
     together : neighbouring columns that may share a sequence, for :meth:`Columns.of`; 1: none may
 
     Several Python threads may call one layer at the same time. A CUDA graph that has captured a call
-    reads the layer's weights: keep the layer as long as the graph.
-    """
+    reads the layer's weights: keep the layer as long as the graph."""
 
     def __init__(self, module: Any, weights: Mapping[str, Any], device: int, threads: int | None) -> None:
         super().__init__(module.manifest, module.library, weights, device, threads)
@@ -238,8 +235,7 @@ class Layer(Caller):
         kept : for :meth:`backward`. It holds x and y: do not write them before; ``kept.nbytes`` is what it holds
             besides, :meth:`kept_bytes` says it before the call
 
-        Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
-        """
+        Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train."""
         training = self.training  # a module that does not train says so
         kept = self._begun(x, state, lengths, resets, sequences, inputs, memory)
         arrays, like = kept.arrays, kept.x[0]
@@ -275,8 +271,7 @@ class Layer(Caller):
         want_state : whether the gradients of the first states are; without them a GPU has less to do
 
         Raises :class:`~ecornn.errors.ArgumentError` and its subclasses where an argument does not fit, also for a
-        ``kept`` of another layer, or one that was used before; nothing has run then.
-        """
+        ``kept`` of another layer, or one that was used before; nothing has run then."""
         training = self.training  # a module that does not train says so
         if not isinstance(kept, Kept) or kept.owner is not self:
             raise ArgumentError("kept", type(kept).__name__, "what forward() of this very layer gave")

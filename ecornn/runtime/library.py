@@ -39,8 +39,7 @@ class Library:
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
     held : of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
-    file : for functions in C, see :mod:`ecornn.runtime.weights`
-    """
+    file : for functions in C, see :mod:`ecornn.runtime.weights`"""
 
     manifest: Callable[..., Any]
     run: Callable[..., Any]
@@ -95,8 +94,7 @@ def spelling(path: Path) -> str:
     """A name of the file that the dynamic loader has not seen for another file.
 
     It takes a path that it has loaded before for the same library, even if a new file lies there now;
-    the old one stays loaded, so that its inode is not used again.
-    """
+    the old one stays loaded, so that its inode is not used again."""
     status = path.stat()
     files = _files.setdefault(str(path), [])
     if (status.st_dev, status.st_ino) not in files:

@@ -27,8 +27,7 @@ def check_host(built_for: Device, index: int) -> None:
     """Raises where this machine, or GPU ``index`` of it, cannot run code for ``built_for``.
 
     :class:`ModuleError` for a CPU that lacks instructions or a GPU of another architecture;
-    :class:`DeviceError` where there is no such GPU.
-    """
+    :class:`DeviceError` where there is no such GPU."""
     if built_for.kind == "cuda":
         from ecornn.host_gpu import detect
 
@@ -65,8 +64,7 @@ class Module:
     ----------
     path : the file
     manifest : what it says about itself
-    library : the functions that it exports
-    """
+    library : the functions that it exports"""
 
     def __init__(self, path: Path, library: Library, manifest: Manifest) -> None:
         self.path, self.library, self.manifest = path, library, manifest
@@ -93,8 +91,7 @@ class Module:
         """Copies the module file to ``path``, complete or not at all; an older file there is replaced.
 
         Raises :class:`ModuleError` where the file has been removed since it was loaded, and OSError
-        where ``path`` cannot be written or is no regular file.
-        """
+        where ``path`` cannot be written or is no regular file."""
         to = Path(path)
         if not self.path.is_file():
             raise ModuleError(f"the module's file {self.path} is gone")
@@ -129,8 +126,7 @@ class Module:
         NotFiniteError : a weight is infinite, and the module multiplies pairs (CPU) or weights of integers
         ModuleError : this machine cannot run the module
         DeviceError : there is no such device
-        ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU
-        """
+        ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU"""
         _integer("device", device, 0, 1 << 16)
         check_host(self.manifest.device, device)
         if self.manifest.device.kind == "cuda":
@@ -155,8 +151,7 @@ def load(path: str | os.PathLike[str]) -> Module:
 
     The file's code runs in this process: load only files that you trust. It may be for another
     machine; :meth:`Module.bind` refuses it then. Raises :class:`ModuleError` where the file is missing,
-    damaged, or not a module of this version.
-    """
+    damaged, or not a module of this version."""
     file = Path(path).absolute()
     library = open_library(file)
     return Module(file, library, decode(str(library.manifest())))

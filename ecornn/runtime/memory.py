@@ -59,8 +59,7 @@ class Pool:
     """Workspaces that no call uses, by key; a call takes one and gives it back.
 
     Calls that run at the same time hold different ones. A key stands for what orders its users: a
-    CUDA stream, on which the work of a call may still be under way when the workspace is given back.
-    """
+    CUDA stream, on which the work of a call may still be under way when the workspace is given back."""
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Memory]] = {}

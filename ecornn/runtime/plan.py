@@ -34,8 +34,7 @@ class EntryPlan:
     count : arguments in all
     at : tensor -> its positions: one, none where it is optional or a switch that the entry has not, or one for each
         state and sequence, by state and then by sequence; of gradients one for each parameter, in the manifest's order
-    packed, kept, scratch : (position, buffer) of packed weights, of what forward keeps, and of workspaces
-    """
+    packed, kept, scratch : (position, buffer) of packed weights, of what forward keeps, and of workspaces"""
 
     count: int
     at: Mapping[str, tuple[int, ...]]
@@ -64,8 +63,7 @@ class Order:
     ----------
     plan : of ``run``
     packed : name of a buffer -> the address of its packed weights
-    zeros : gives the address of so many bytes of zeros; None: a call has states to start from
-    """
+    zeros : gives the address of so many bytes of zeros; None: a call has states to start from"""
 
     def __init__(self, plan: EntryPlan, manifest: Manifest, packed: Mapping[str, int], device: int,
                  zeros: Callable[[int], int] | None) -> None:
@@ -116,8 +114,7 @@ def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, i
     """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
     What the gradient of x may lie in is the last one.
 
-    Rows of the batch that a call does not have are not kept.
-    """
+    Rows of the batch that a call does not have are not kept."""
     taken = {name for entry in (FORWARD, BACKWARD) for name in manifest.entries.get(entry, ())}
     kept = sorted((b for b in manifest.buffers if b.role == KEPT and b.name in taken),
                   key=lambda b: b.name == manifest.dx_in)
@@ -159,8 +156,7 @@ class AddressedCall:
     layer : a :class:`~ecornn.runtime.caller.Caller`
     entry : ``run``, ``forward`` or ``backward``
     steps, batch : T and B
-    tensors : names of all that the entry exchanges, in the order in which their addresses will be given
-    """
+    tensors : names of all that the entry exchanges, in the order in which their addresses will be given"""
 
     def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
         plan, manifest = entry_plan(layer.manifest, entry), layer.manifest

@@ -4,8 +4,7 @@ A thread that gives Python's lock away for some microseconds has it back before 
 other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
 one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order, half as many at
 once as there are cores: others are between their calls, with Python's lock. To wake one takes longer than a call, so a
-thread that soon calls again goes on for a few of them before it hands its turn over.
-"""
+thread that soon calls again goes on for a few of them before it hands its turn over."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Turns:
 
     Parameters
     ----------
-    places : how many
-    """
+    places : how many"""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places

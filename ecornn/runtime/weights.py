@@ -82,8 +82,7 @@ class PackedWeights:
 
     Raises as :func:`read_weights`, :class:`NotFiniteError` for an infinite weight where the module's products need
     finite ones, :class:`DeviceError` for a device that is not there, and :class:`ModuleError` for a module that packs
-    in a way that is not known.
-    """
+    in a way that is not known."""
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
@@ -206,8 +205,7 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
 
     Raises :class:`WeightsError` for missing or unexpected names, :class:`ShapeError`,
     :class:`DTypeError` for what is not floating point, :class:`NotFiniteError` for infinite ones of products that need
-    others, :class:`ArgumentError` for what is no array.
-    """
+    others, :class:`ArgumentError` for what is no array."""
     if not isinstance(weights, Mapping):
         raise ArgumentError("weights", type(weights), "a dict of arrays by PyTorch's names")
     expected = [parameter.name for parameter in manifest.parameters]
