@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import structs, to_builtins
 
-from ecornn.cli.common import JSON, PATH, PROPERTIES, TARGET, as_json, every, plain_errors, told_aloud
+from ecornn.cli.common import PATH, PROPERTIES, TARGET, as_json, every, told_aloud, with_json
 from ecornn.errors import ArgumentError, EcornnError, MissingPackageError
 from ecornn.interrupts import ENDING, safe_interrupts
 
@@ -85,8 +85,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and inputs.")
 @click.option("--csv", type=PATH, metavar="FILE",
               help="Also write a line for each layer to this file, as they are done.")
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def bench(module: Path | None, target: str | None, threads: int | None, against: str | None, grid: Path | None,
           only: tuple[str, ...], listed: bool, output: Path | None, jobs: int, longest: float, reproduce: str | None,

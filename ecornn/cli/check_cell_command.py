@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, load_tvm, plain_errors, said_while
+from ecornn.cells.naming import load_cell
+from ecornn.cli.common import SIZE, as_json, load_tvm, said_while, with_json
+from ecornn.targets import resolve
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
@@ -38,16 +40,13 @@ WIDTH = 80
 @click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch B.")
 @click.option("--target", "targets", multiple=True, metavar="cpu|ARCH", default=("cpu", "sm_90a"), show_default=True,
               help="This CPU, or a GPU's architecture, which needs no GPU. May be repeated.")
-@JSON
-@plain_errors
+@with_json
 def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], json: bool) -> None:
     """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
 
     Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
     carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU."""
-    from ecornn.cells.naming import load_cell
     from ecornn.cli.cell_checks import check_cell as checked
-    from ecornn.targets import resolve
 
     load_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]

@@ -142,6 +142,11 @@ def load_tvm() -> None:
 JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")
 
 
+def with_json(function: F) -> F:
+    """Decorates a command that has a result for programs, too: as :func:`plain_errors`, with the option --json."""
+    return JSON(plain_errors(function))
+
+
 def as_json(value: Any) -> None:
     """Prints a result for programs: one object, indented."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

@@ -10,26 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import (
-    JSON,
-    PATH,
-    PROPERTIES,
-    SIZE,
-    as_json,
-    every,
-    layer_options,
-    load_tvm,
-    plain_errors,
-    said_while,
-)
+from ecornn.cli.common import PATH, PROPERTIES, SIZE, as_json, every, layer_options, load_tvm, said_while, with_json
+from ecornn.compiler import LayerPlan, build, build_archive, generate, plan_layer
 from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
+from ecornn.quick_tvm import import_tvm
+from ecornn.weight_files import WeightFile, check_place, check_shapes, save, sizes_of
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
 if TYPE_CHECKING:
-    from ecornn.compiler import LayerPlan
     from ecornn.explain import Explanation, Part
 
 WISHES = ("auto", "none", *OVERLAPS)
@@ -60,10 +51,9 @@ class Asked:
             if given.get(name, value) != value:
                 raise ArgumentError(f"--{name}", given[name], f"{value}, as {self.model or self.weights_from} says")
         layer = given | stated
-        for name in ("cell", "hidden"):
+        for name, other in (("cell", "MODEL.onnx"), ("hidden", "--weights-from FILE, or MODEL.onnx")):
             if name not in layer:
-                raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
-                                                                   ", or --weights-from FILE, or MODEL.onnx"))
+                raise ArgumentError(f"--{name}", None, f"a value, or {other}")
         target = self.target or default_target()
         kind = "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
         layer.setdefault("dtype", "float32" if self.model is not None else usual_dtype(kind, layer.get("precision")))
@@ -71,13 +61,9 @@ class Asked:
 
     def plan(self, spec: LayerSpec, target: str, weights: dict[str, Any]) -> LayerPlan:
         """The plan of what :meth:`layer` returns. Raises what :func:`ecornn.compile` raises."""
-        from ecornn.compiler import plan_layer
-
         planned = plan_layer(spec, target=target, schedule=self.schedule,
                              config=dict(knob(c) for c in self.config), overlap=self.overlap)
         if self.weights_from is not None:
-            from ecornn.weight_files import check_shapes
-
             hidden = planned.workload.hidden
             parameters = planned.cell.parameters(planned.cell.own_input(planned.workload.input, hidden), hidden)
             check_shapes(weights, {planned.cell.parameter_name(name): (shape[0] * shape[1], *shape[2:])
@@ -127,8 +113,7 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         from ecornn.onnx import read
 
         layer = read(model, node)
-        own = [name for name, value in layer.inputs.items() if value is not None]
-        if own:
+        if own := [name for name, value in layer.inputs.items() if value is not None]:
             click.echo(f"the files do not hold the node's constant {', '.join(own)}: give them at each call", err=True)
         return {"cell": layer.cell.identity(), "hidden": layer.hidden, "input": layer.input, "layers": 1,
                 "bidirectional": layer.direction == "bidirectional", "reverse": layer.direction == "reverse",
@@ -137,8 +122,6 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
         return {}, {}
-    from ecornn.weight_files import WeightFile, sizes_of
-
     values = WeightFile(weights, prefix).layer()
     return sizes_of(values), values
 
@@ -180,9 +163,8 @@ EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm"
               "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
               "needs --emit-to, and so does an archive, a static library for C and C++ with a header beside it.")
 @click.option("--emit-to", type=PATH, metavar="FILE", help="Write it to this file instead.")
-@JSON
+@with_json
 @click.version_option(package_name="ecornn")
-@plain_errors
 @safe_interrupts(*ENDING)
 def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, json: bool) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
@@ -190,7 +172,6 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
     weights of an ONNX node are written beside it, as FILE.safetensors."""
     from ecornn.build.module import name_of
-    from ecornn.compiler import build, build_archive, generate
 
     load_tvm()
     if output is None and emit is None:
@@ -215,21 +196,18 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
     click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():
-        of = f" of {labels}" if labels else ""
-        click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)
+        click.echo(f"schedule{f' of {labels}' if labels else ''}: {chosen}\nwhy: {why}", err=True)
     written: list[Path | None] = []
     with said_while("compiling"):
         generated = build(planned, output) if output is not None else generate(planned)
     if output is not None:
         click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
-        weights_from = asked.weights_from
+        written, weights_from = [output], asked.weights_from
         if asked.model is not None:
-            from ecornn.weight_files import save
-
             weights_from = output.with_suffix(".safetensors")
             save(weights_from, bound)
             click.echo(f"wrote {weights_from}", err=True)
-        written = [output, weights_from] if asked.model is not None else [output]
+            written.append(weights_from)
         if weights_from is not None:
             more = f", prefix={asked.prefix!r}" if asked.prefix else ""
             click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
@@ -248,7 +226,6 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
 
 
 def show(text: str, file: Path | None) -> None:
-    """Prints a text, or writes it to a file."""
     if file is None:
         click.echo(text)
     else:
@@ -275,16 +252,13 @@ def check_files(model: Path | None, weights: Path | None, output: Path | None, c
     if output.suffix.lower() == ".safetensors" or any(same(output, given) for given in (model, weights)):
         raise ArgumentError("--output", str(output), "a file name of its own, such as FILE.so")
     if beside is not None:
-        from ecornn.weight_files import check_place
-
         check_place(beside)
 
 
 def same(path: Path, other: Path | None) -> bool:
     """True where both name one file, which need not exist."""
-    if other is None:
-        return False
-    return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
+    return other is not None and (path.resolve() == other.resolve()
+                                  or (path.exists() and other.exists() and path.samefile(other)))
 
 
 EXPLAINING = """\b
@@ -300,8 +274,7 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
 
 @click.command(epilog=EXPLAINING)
 @plan_options
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def explain(asked: Asked, json: bool) -> None:
     """Says what a layer is compiled to, and why: takes what `ecornn compile` takes, and builds nothing.
@@ -355,26 +328,20 @@ def _step(part: Part) -> Iterator[str]:
 def _choice(part: Part) -> Iterator[str]:
     yield "schedules"
     for one in part.schedules:
-        mark = "->" if one.chosen else "  "
-        if one.refuses is not None:
-            yield f"  {mark} {one.schedule:16} no: {one.refuses}"
-        else:
-            said = f"{one.expected_us:.3g} µs a step expected of its default" if one.expected_us else "serves"
-            yield f"  {mark} {one.schedule:16} {said}"
+        said = f"{one.expected_us:.3g} µs a step expected of its default" if one.expected_us else "serves"
+        said = said if one.refuses is None else f"no: {one.refuses}"
+        yield f"  {'->' if one.chosen else '  '} {one.schedule:16} {said}"
     yield f"chosen: {part.schedule} {' '.join(f'{k}={v}' for k, v in part.config.items())}"
     yield f"why: {part.why}"
-    chip = [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]
-    if chip:
+    if chip := [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]:
         yield f"on the chip: {', '.join(chip)}"
     if part.held_bytes:
-        held = ", ".join(f"{size:,} bytes in {where}" for where, size in part.held_bytes.items())
-        yield f"weights of a block: {held}"
+        yield "weights of a block: " + ", ".join(f"{size:,} bytes in {at}" for at, size in part.held_bytes.items())
 
 
 def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     words = []
-    if part.record is not None:
-        r = part.record
+    if r := part.record:
         words.append(f"{r.us:.4g} µs a step by the record [{r.p20_us:.4g}, {r.p80_us:.4g}] on {r.device} "
                      f"with B={r.batch} T={r.seq}")
     if part.expected_us is not None:
@@ -382,8 +349,7 @@ def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     yield f"expected: {'; '.join(words) or 'nobody can say before it is measured'}"
     if part.stages_us:
         yield f"the estimate: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
-    if part.floor is not None:
-        f = part.floor
+    if f := part.floor:
         yield (f"floor: {f.total_us:.3g} µs a step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
                f"hoisted product {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}; no kernel that hides none of them behind "
                "another is faster")
@@ -419,8 +385,7 @@ Examples:
               "execution provider.  [default: cuda if there is a GPU, else cpu]")
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Time ONNX Runtime's own nodes and "
               "compiled ones, in turns, and leave alone what does not gain. A model for another machine is not timed.")
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
                  measure: bool, json: bool) -> None:
@@ -430,7 +395,6 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
     reason."""
     from ecornn.onnxruntime import rewrite
     from ecornn.onnxruntime.rewriting import milliseconds
-    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype, measure=measure)
@@ -445,9 +409,9 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
                    f"{before / after:.2f}x as fast", err=True)
     elif not rewritten.taken:
         click.echo("nothing is gained: the new model is as the old one", err=True)
-    options = f'ecornn.onnxruntime.session_options("{rewritten.model}")'
     click.echo(f"wrote {rewritten.model} and {rewritten.library.parent}\n"
-               f'use it: onnxruntime.InferenceSession("{rewritten.model}", {options})\n'
+               f'use it: onnxruntime.InferenceSession("{rewritten.model}", '
+               f'ecornn.onnxruntime.session_options("{rewritten.model}"))\n'
                f'without ecornn: SessionOptions.register_custom_ops_library("{rewritten.library}")', err=True)
     if json:
         as_json({"model": str(rewritten.model), "library": str(rewritten.library),

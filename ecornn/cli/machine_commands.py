@@ -11,21 +11,19 @@ from pathlib import Path
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors, said_while
+from ecornn.cli.common import as_json, plain_errors, said_while, with_json
 from ecornn.errors import EcornnError
 from ecornn.interrupts import ENDING, safe_interrupts
+from ecornn.targets import resolve
+from ecornn.tuning_logs import shipped_folder, user_folder
 
 
 @click.command()
-@JSON
-@plain_errors
+@with_json
 def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
     from ecornn.host_gpu import detect
-    from ecornn.targets import resolve
     from ecornn.tune.log import read_all
-    from ecornn.tune.record import Trial
-    from ecornn.tuning_logs import shipped_folder, user_folder
 
     said: dict[str, str] = {}
     missing: list[str] = []
@@ -42,8 +40,7 @@ def doctor(json: bool) -> None:
         here = [resolve("cpu")]
         with contextlib.suppress(EcornnError):
             here += filter(None, [detect()])
-    trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
-    mine = {(device.kind, device.arch) for device in here}
+    trials, mine = log.trials(), {(device.kind, device.arch) for device in here}
     apply = {t.workload for t in trials if (t.device.kind, t.device.arch) in mine and t.times}
     said["records"] = f"{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices"
     missing += [f"records: skipped {problem}" for problem in log.problems]
@@ -75,7 +72,6 @@ def examined() -> dict[str, Callable[[], Finding]]:
     from ecornn.build.link import find_compiler
     from ecornn.build.nvcc import INSTALL
     from ecornn.host_gpu import detect, driver_version
-    from ecornn.targets import resolve
     from ecornn.tune.choose import cuda_compiler
 
     def cpu() -> Finding:
@@ -141,8 +137,7 @@ run any program on these machines, --host and --allow-remote.
 @click.option("--address", help="What tuners connect to, where that is not --host.")
 @click.option("--allow-remote", is_flag=True,
               help="Other addresses than this machine's own. Whoever reaches them can run any code here.")
-@JSON
-@plain_errors
+@with_json
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool, json: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ecornn.cli.common import JSON, PATH, STOPPED, as_json, layer_options, load_tvm, plain_errors, said_while
+from ecornn.cli.common import PATH, STOPPED, as_json, layer_options, load_tvm, said_while, with_json
 from ecornn.errors import ArgumentError, CellError, DTypeError, ScheduleError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
@@ -90,10 +90,9 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
-@JSON
+@with_json
 @click.version_option(package_name="ecornn")
 @click.pass_context
-@plain_errors
 def tune(context: click.Context, target: str | None, timeout: float, seed: int, tracker: str | None, key: str,
          allow_remote: bool, torch: bool, json: bool, **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.

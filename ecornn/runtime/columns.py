@@ -116,13 +116,12 @@ class Columns:
             raise ShapeError("sequences.shape", found.shape, "(T, C)")
         begins = found >= 0
         begins[1:] &= found[1:] != found[:-1]
-        begin = np.argwhere(begins)
         numbers = found[begins]
         order = np.argsort(numbers)
         if not numbers.size or not np.array_equal(numbers[order], np.arange(numbers.size)):
             raise ArgumentError("sequences", np.unique(found).tolist(), "-1, or the numbers 0, 1, ... each in steps of "
                                 "one column that follow each other")
-        return cls._laid(np.bincount(found[found >= 0].astype(np.int64)), begin[order], *found.shape)
+        return cls._laid(np.bincount(found[found >= 0].astype(np.int64)), np.argwhere(begins)[order], *found.shape)
 
 
 def steps_of(lengths: Any, width: int, together: int = 1) -> int:
@@ -174,14 +173,9 @@ def _groups(lengths: list[int], order: list[int], width: int, together: int) -> 
 def _least(lengths: list[int], columns: int) -> int:
     """The fewest steps in which sequences, the longest first, wrap around ``columns`` columns."""
     steps = max(lengths[0], -(-sum(lengths) // columns))
-    while not _fits(lengths, columns, steps):
+    while (alone := _alone(lengths, steps)) > columns or sum(lengths[alone:]) > (columns - alone) * steps:
         steps += 1
     return steps
-
-
-def _fits(lengths: list[int], columns: int, steps: int) -> bool:
-    alone = _alone(lengths, steps)
-    return alone <= columns and sum(lengths[alone:]) <= (columns - alone) * steps
 
 
 def _alone(lengths: list[int], steps: int) -> int:

@@ -12,25 +12,18 @@ from ecornn.boundary import public
 from ecornn.errors import ArgumentError, CopyError, DTypeError, ModuleError, ShapeError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.runtime.arrays import Arrays, Placed, Shape
-from ecornn.runtime.caller import Caller
+from ecornn.runtime.caller import UNFIT, Caller, Widths, named, parts_of, rows_of, rows_with
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.memory import GivenMemory, Memory, Pool
 from ecornn.runtime.plan import MASKS, SCALARS, EntryPlan, entry_plan, kept_layout
-from ecornn.runtime.rows import Widths, named, parts_of, rows_of, rows_with
 from ecornn.workload import summed
 
 
 @dataclass
 class Kept:
     """What a call of :meth:`Layer.forward` keeps for :meth:`Layer.backward`, which takes it once. x and y belong to it:
-    they must not be written before.
-
-    Attributes
-    ----------
-    steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
-    widths : of the sequences beside x that were passed, see rows.py
-    room : what the gradient of x may be written over, if it is not a part of ``memory``: it goes on living as that
-    nbytes : bytes of both, what is kept besides x, y and the first states"""
+    they must not be written before. ``room``, if it is not a part of ``memory``, is what the gradient of x may be
+    written over, and goes on living as that."""
 
     owner: Any
     arrays: Arrays
@@ -41,13 +34,14 @@ class Kept:
     memory: Memory | None
     steps: int
     batch: int
-    rows: int
+    rows: int  # of states: B, or S with ``sequences``
     widths: Widths = field(default_factory=dict)
-    taken: bool = field(default=False)
+    taken: bool = False
     room: Memory | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes that are kept besides x, y and the first states."""
         return sum(part.nbytes for part in (self.memory, self.room) if part is not None)
 
 
@@ -70,8 +64,7 @@ class Gradients:
 
 
 class Training:
-    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, which has this, and whose weights they
-    read."""
+    """The two entries of a module, for the :class:`~ecornn.runtime.caller.Caller` whose weights they read."""
 
     def __init__(self, caller: Any) -> None:
         self._caller, manifest = caller, caller.manifest
@@ -114,22 +107,21 @@ class Training:
             kept.room, total = arrays.workspace(total - begin, like, library), begin
         if kept.memory is None and total:
             kept.memory = self._kept.take(0, total) or arrays.workspace(total, like, library)
-        given = {**self._given(kept), "state_out": self._by_part(after, kept.rows)}
-        self._run(library.forward, self._forward, kept, offsets, given)
+        self._run(library.forward, self._forward, kept, offsets,
+                  {**self._given(kept), "state_out": self._by_part(after, kept.rows)})
 
     def backward(self, kept: Kept, dy: Placed, dstates: Sequence[Placed], dx: Placed, before: Sequence[Placed],
                  gradients: Iterable[Placed], add: bool = True) -> None:
         """Runs ``backward``; ``before`` gets the gradients of the first states, unless it is empty, ``gradients``, in
         the order of the manifest's parameters, theirs: ``add``: to what is there. Else that must be zeros, but where
         the module :attr:`writes`."""
-        rows, work = kept.rows, self._caller.manifest
-        states = self._by_part(before, rows) if before else [0] * (len(work.states) * work.stack.count)
-        given = {**self._given(kept), "dy": [dy[1]], "dstate_out": self._by_part(dstates, rows), "dx": [dx[1]],
+        manifest = self._caller.manifest
+        states = self._by_part(before, kept.rows) if before else [0] * (len(manifest.states) * manifest.stack.count)
+        given = {**self._given(kept), "dy": [dy[1]], "dstate_out": self._by_part(dstates, kept.rows), "dx": [dx[1]],
                  "dstate_in": states, "gradient": [at for _, at in gradients]}
         if self.writes:
             given["existing"] = [int(add)]
-        offsets, _ = self._layout(kept.steps, kept.batch)
-        self._run(self._caller.library.backward, self._backward, kept, offsets, given)
+        self._run(self._caller.library.backward, self._backward, kept, self._layout(kept.steps, kept.batch)[0], given)
         memory, kept.memory, kept.room = kept.memory, None, None
         # The system takes about as long to give a CPU new memory as its cores to fill it.
         if self._caller.threads is not None and memory is not None and not isinstance(memory, GivenMemory):
@@ -137,9 +129,8 @@ class Training:
 
     def room_for_dx(self, kept: Kept) -> Placed | None:
         """The place of what is kept, for the gradient of x, where the program says that nobody reads it by then."""
-        if kept.room is None:
-            return None
-        return kept.arrays.over(kept.room, kept.x[0], (kept.steps, kept.batch, self._caller.manifest.workload.input))
+        shape = kept.steps, kept.batch, self._caller.manifest.workload.input
+        return None if kept.room is None else kept.arrays.over(kept.room, kept.x[0], shape)
 
     def _given(self, kept: Kept) -> dict[str, list[int]]:
         """The pointers that both entries take."""
@@ -161,11 +152,11 @@ class Training:
         places: dict[str, int] = {}
         for position, buffer in plan.kept:
             if kept.room is not None and buffer.name == self._dx_in:
-                places[buffer.name] = kept.room.pointer
+                place = kept.room.pointer
             else:
                 assert kept.memory is not None
-                places[buffer.name] = kept.memory.pointer + offsets[buffer.name]
-            arguments[position] = places[buffer.name]
+                place = kept.memory.pointer + offsets[buffer.name]
+            arguments[position] = places[buffer.name] = place
         for tensor, positions in plan.at.items():
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
@@ -175,8 +166,8 @@ class Training:
         keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
         for (position, buffer), start in zip(plan.scratch, starts, strict=True):
-            place = self._in_place.get(buffer.name) if own else None
-            arguments[position] = memory.pointer + start if place is None else places[place]
+            over = self._in_place.get(buffer.name) if own else None
+            arguments[position] = memory.pointer + start if over is None else places[over]
         function(*arguments)
         if keep:
             self._pool.give(key, memory)
@@ -205,10 +196,8 @@ class Layer(Caller):
                         "the weights again")
 
     def __repr__(self) -> str:
-        where = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads"
-        m = self.manifest
-        what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
-        return f"<ecornn.Layer {what} on {where}>"
+        where, m = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads", self.manifest
+        return f"<ecornn.Layer {', '.join(filter(None, (str(m.workload), str(m.stack), m.schedule)))} on {where}>"
 
     @cached_property
     def training(self) -> Training:
@@ -279,9 +268,8 @@ class Layer(Caller):
             raise ArgumentError("kept", "used by an earlier backward()", "what one call of forward() gave: it serves "
                                 "one backward()")
         arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.rows)
-        wanted = kept.steps, kept.batch, self.width
         dy = rows_of(self.manifest, arrays, dy, kept.steps, kept.batch, like)
-        placed = self._gradient(arrays, dy, "dy", wanted, like)
+        placed = self._gradient(arrays, dy, "dy", (kept.steps, kept.batch, self.width), like)
         states = [None] * len(self.manifest.states) if dstate is None else dstate
         if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):
             raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays: of "
@@ -337,8 +325,7 @@ class Layer(Caller):
             return None
         placed = arrays.in_place(array)
         if placed is None:
-            raise ArgumentError("memory", "a strided, misaligned or read-only array",
-                                "contiguous, writable memory, aligned to 16 bytes")
+            raise ArgumentError("memory", *UNFIT)
         return GivenMemory(*placed, wanted[0])
 
     def _gradient(self, arrays: Arrays, value: Any, name: str, wanted: Shape, like: Any) -> Placed:
@@ -353,11 +340,11 @@ class Layer(Caller):
 
     def _sums(self, arrays: Arrays, gradients: Mapping[str, Any] | None, like: Any) -> Iterator[tuple[str, Placed]]:
         parameters, wanted = self.manifest.parameters, summed(self.manifest.workload.dtype)
+        names = [p.name for p in parameters]
         if gradients is None:
             made = arrays.several([p.shape for p in parameters], like, wanted, zeros=not self.training.writes)
-            yield from zip((p.name for p in parameters), made, strict=True)
+            yield from zip(names, made, strict=True)
             return
-        names = [p.name for p in parameters]
         if not isinstance(gradients, Mapping) or {*gradients} != {*names}:
             raise ArgumentError("gradients", sorted(map(str, gradients)), f"arrays by name: {', '.join(names)}")
         for p in parameters:
@@ -370,6 +357,5 @@ class Layer(Caller):
                 raise DTypeError(f"{name}.dtype", dtype, wanted)
             placed = arrays.in_place(array)
             if placed is None:
-                raise ArgumentError(name, "a strided, misaligned or read-only array",
-                                    "contiguous, writable memory, aligned to 16 bytes")
+                raise ArgumentError(name, *UNFIT)
             yield p.name, placed
