@@ -75,11 +75,11 @@ def table(report: Report) -> str:
             text += f" [{notes.index(outcome.why) + 1}]"
         return text
 
-    exchanges = f"{report.exchanges} exchange{'s' * (report.exchanges != 1)} between units a step"
-    lines.append(f"the step can be analysed: {word(report.analysis)}" + f", {exchanges}" * (
-        report.analysis.result == "yes"))
-    if report.wide.result != "yes" and report.analysis.result == "yes":
-        lines.append(f"  with I unlike H: {word(report.wide)}")
+    lines.append(f"the step can be analysed: {word(report.analysis)}")
+    if report.analysis.result == "yes":
+        lines[-1] += f", {report.exchanges} exchange{'s' * (report.exchanges != 1)} between units a step"
+        if report.wide.result != "yes":
+            lines.append(f"  with I unlike H: {word(report.wide)}")
     lines.append(f"its derived gradients agree with differences: {word(report.derivative)}")
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for row in report.rows:
@@ -94,7 +94,7 @@ def table(report: Report) -> str:
         lines += [f"{device:<8}{schedule:<18}{first:<24}{key[2]:<15}{key[3]}".rstrip(),
                   *(f"{'':<26}{more}" for more in rest)]
         before = key[0], key[1]
-    lines += [""] if notes else []
+    lines += [""] * bool(notes)
     for n, note in enumerate(notes, 1):
         first, *rest = note.splitlines() or [""]
         lines += textwrap.wrap(f"[{n}] {first}", WIDTH, subsequent_indent="    ", break_long_words=False)

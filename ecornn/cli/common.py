@@ -191,10 +191,8 @@ TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
 
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
-    """A decorator that adds the options of a workload, and with ``target`` --target.
-
-    ``required``: --cell and --hidden must be given; ``many``: each but the target may be given several times, and the
-    function gets tuples."""
+    """A decorator that adds the options of a workload, and with ``target`` --target. ``required``: --cell and --hidden
+    must be given; ``many``: each but the target may be given several times, and the function gets tuples."""
     options = []
     for name, settings in PROPERTIES.items():
         if name in Workload.__struct_fields__:

@@ -189,9 +189,8 @@ def merged(lines: Iterable[Line]) -> Merged:
 
 
 def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
-    """Writes a new log, with these lines of a newer ecornn as they are; the result for programs.
-
-    Raises :class:`ArgumentError` where the file exists."""
+    """Writes a new log, with these lines of a newer ecornn as they are; the result for programs. Raises
+    :class:`ArgumentError` where the file exists."""
     from ecornn.tune.log import rewrite
 
     if output.exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import statistics
 import subprocess
 import sys
 import time
@@ -35,8 +36,7 @@ class Meter:
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
 
-        self.console, self.begun = console, time.monotonic()
-        self.clock = Heartbeat(self._beat)
+        self.console, self.begun, self.clock = console, time.monotonic(), Heartbeat(self._beat)
         self.lock = self.clock.lock
         self.bar = progress.Progress(
             progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
@@ -78,10 +78,8 @@ class Meter:
 
     def _beat(self) -> None:
         if self.going and not self.console.is_terminal:
-            latest = self.going[-1]
-            more = f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
-            so_far = f"{time.monotonic() - self.begun:.0f} s so far"
-            self.print(f"{latest.name} {latest.now}{more}, {so_far}".strip())
+            latest, more = self.going[-1], f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
+            self.print(f"{latest.name} {latest.now}{more}, {time.monotonic() - self.begun:.0f} s so far".strip())
 
 
 class LayerMeter:
@@ -128,10 +126,9 @@ def standing(now: Progress, torch_us: float | None = None) -> str:
 
 def duration(seconds: float) -> str:
     """``45 s``, ``2:05``, ``1:00:00``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
@@ -150,20 +147,18 @@ def torch_us(work: Workload, device: Device) -> float | None:
 
 def _main(asked: str) -> None:
     """Prints the median of a few runs."""
-    import statistics
-
     import torch
 
     from ecornn.tune.timing import Contestant, event_clock, race, wall_clock
 
     kind, work = msgspec.json.decode(asked, type=tuple[str, Workload])
+    place, clock = ("cuda", event_clock) if kind == "cuda" else ("cpu", wall_clock)
     if kind == "cuda":
         torch.backends.cudnn.allow_tf32 = work.precision == "tf32"  # exact float32 against exact float32
     layer = layer_of(work, SINGLE, kind)
-    x = torch.rand(work.seq, work.batch, work.input).to(device="cuda" if kind == "cuda" else "cpu",
-                                                        dtype=getattr(torch, work.dtype))
+    x = torch.rand(work.seq, work.batch, work.input).to(device=place, dtype=getattr(torch, work.dtype))
     with torch.inference_mode():
-        (times,) = race([Contestant(lambda: layer(x), event_clock if kind == "cuda" else wall_clock)], seconds=SECONDS)
+        (times,) = race([Contestant(lambda: layer(x), clock)], seconds=SECONDS)
     print(statistics.median(times) / work.seq * 1e6)
 
 

@@ -304,9 +304,8 @@ def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The layers of a file, without those that are there twice: a line has the options of one, or of several, such as
-    ``--cell lstm --hidden 800 --training``; what is behind ``#`` is a comment.
-
-    Raises :class:`ArgumentError`, which names the line, where it has something else, and where there is no layer."""
+    ``--cell lstm --hidden 800 --training``; what is behind ``#`` is a comment. Raises :class:`ArgumentError`, which
+    names the line, where it has something else, and where there is no layer."""
     layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

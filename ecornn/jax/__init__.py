@@ -51,9 +51,8 @@ def library() -> ctypes.CDLL:
 
 
 def register(module: Module) -> str:
-    """Makes a module known to the handlers; returns the digest of its file, by which programs of XLA call it.
-
-    Raises :class:`~ecornn.errors.ModuleError` for a file from before modules had a C interface."""
+    """Makes a module known to the handlers; returns the digest of its file, by which programs of XLA call it. Raises
+    :class:`~ecornn.errors.ModuleError` for a file from before modules had a C interface."""
     path = module.path
     if not path.is_file():
         raise ModuleError(f"the module's file {path} is gone")

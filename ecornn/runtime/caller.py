@@ -31,27 +31,20 @@ class Caller:
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
-        self.manifest, self.device, self.threads = manifest, device, threads
-        self.library, self._run = library, library.run
-        plan = entry_plan(manifest, RUN)
-        self._weights = PackedWeights(manifest, library, weights, device, threads)
-        self.packed = self._weights.packed
-        self.repack_at, self.repack_here = self._weights.repack_at, self._weights.repack_here
-        self.workspaces = Pool()
-        self._longest = manifest.longest
+        self.manifest, self.device, self.threads, self.together = manifest, device, threads, manifest.together
+        self.library, self._run, self.workspaces = library, library.run, Pool()
+        plan, work, stack = entry_plan(manifest, RUN), manifest.workload, manifest.stack
+        self._weights = packed = PackedWeights(manifest, library, weights, device, threads)
+        self.packed, self.repack_at, self.repack_here = packed.packed, packed.repack_at, packed.repack_here
         self._scratch = lru_cache(maxsize=64)(plan.offsets)
-        work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
-        self._stack, self.width = manifest.stack, manifest.y_width
+        self._stack, self._count, self._longest, self.width = stack, stack.count, manifest.longest, manifest.y_width
         self.whole_rows = not manifest.outputs  # y is given as it lies in memory, not by output
-        self._on_cpu = threads is not None
-        self._place = "cpu" if self._on_cpu else f"cuda:{device}"
+        self._on_cpu, self._place = threads is not None, f"cuda:{device}" if threads is None else "cpu"
         self._names, self._inputs = manifest.states, manifest.inputs or ()
-        self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
-        self._orders = [Order(plan, manifest, self.packed, device, zeros) for zeros in (self._weights.zeros, None)]
-        self._count = self._stack.count
-        self._masked = any(getattr(self._stack, name) for name in MASKS)
+        self._orders = [Order(plan, manifest, self.packed, device, zeros) for zeros in (packed.zeros, None)]
+        self._masked = any(getattr(stack, name) for name in MASKS)
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                  sequences: Any = None, inputs: Mapping[str, Any] | None = None, batch_first: bool = False,
@@ -138,8 +131,7 @@ class Caller:
 
     def state_shape(self, batch: int) -> Shape:
         """Of each state of a call: (B, H), or (L*D, B, H)."""
-        count = self._count
-        return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
+        return (batch, self._hidden) if self._count == 1 else (self._count, batch, self._hidden)
 
     def zero_state(self, batch: int) -> Placed:
         """Zeros in place of a state, or of its gradient."""
@@ -276,9 +268,8 @@ class Caller:
 
 def rows_with(manifest: Manifest, arrays: Arrays, x: Any, inputs: Any) -> tuple[Any, Widths]:
     """``x`` (T, B, I), or batch first, with the module's sequences behind it in its rows, in a copy; and what was
-    passed. Without ``inputs`` x itself, whose rows then have them already.
-
-    Raises :class:`ArgumentError` and :class:`ShapeError` where ``inputs`` are not what the module's cell has."""
+    passed. Without ``inputs`` x itself, whose rows then have them already. Raises :class:`ArgumentError` and
+    :class:`ShapeError` where ``inputs`` are not what the module's cell has."""
     names, (shape, *_) = manifest.inputs or (), arrays.facts(x)
     if inputs is None:
         if names and len(shape) == 3 and shape[2] == manifest.own_input:
@@ -323,9 +314,8 @@ def named(manifest: Manifest, rows: Any) -> Any:
 
 
 def rows_of(manifest: Manifest, arrays: Arrays, given: Any, steps: int, batch: int, like: Any) -> Any:
-    """Gradients by name as one of rows of y; whoever is not named has zeros. Anything but a mapping is returned.
-
-    Raises :class:`ArgumentError` and :class:`ShapeError` where a name or a shape is none of the outputs'."""
+    """Gradients by name as one of rows of y; whoever is not named has zeros. Anything but a mapping is returned. Raises
+    :class:`ArgumentError` and :class:`ShapeError` where a name or a shape is none of the outputs'."""
     if not isinstance(given, Mapping):
         return given
     names, hidden, directions = manifest.outputs or (), manifest.workload.hidden, manifest.stack.directions

@@ -107,10 +107,8 @@ class Columns:
 
     @classmethod
     def given(cls, table: Any) -> Columns:
-        """From a table of one's own.
-
-        Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` where it is no (T, C) of integers in
-        which each number from 0 on has one place: steps of one column, with no gap."""
+        """From a table of one's own. Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` where it
+        is no (T, C) of integers in which each number from 0 on has one place: steps of one column, with no gap."""
         found = _integers("sequences", table)
         if found.ndim != 2 or not found.size:
             raise ShapeError("sequences.shape", found.shape, "(T, C)")
@@ -206,10 +204,8 @@ def _integers(name: str, value: Any) -> NDArray[Any]:
 
 def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
                   library: Library) -> tuple[Placed, int]:
-    """The lengths as int32 on the device of ``like``, and how many steps the longest row has.
-
-    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked. Raises
-    :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of integers from 0 to T."""
+    """The lengths as int32 on the device of ``like``, and how many steps the longest row has; for None all of T.
+    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked."""
     if value is None:
         value = np.full(batch, steps, np.int32)
     value, shape, dtype = _facts("lengths", value, like)
@@ -225,9 +221,7 @@ def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
 
 
 def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, library: Library) -> Placed:
-    """The mask as uint8 on the device of ``like``; all zeros for None.
-
-    Raises :class:`ShapeError` or :class:`DTypeError` for what is no (T, B) of booleans or uint8."""
+    """The mask as uint8 on the device of ``like``; all zeros for None."""
     if value is None:
         value = np.zeros((steps, batch), np.uint8)
     value, shape, dtype = _facts("resets", value, like)
@@ -240,10 +234,8 @@ def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, 
 
 def place_sequences(value: Any, steps: int, batch: int, together: int, arrays: Arrays, like: Any,
                     library: Library) -> tuple[Placed, int]:
-    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one.
-
-    Raises as :meth:`Columns.given`, :class:`ShapeError` for what is no (T, B), and :class:`ArgumentError` where a
-    sequence goes from one group of ``together`` columns to the next."""
+    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one. None
+    may go from one group of ``together`` columns to the next."""
     if value is None:
         value = np.broadcast_to(np.arange(batch), (steps, batch))
     columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)

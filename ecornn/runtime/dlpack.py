@@ -20,15 +20,11 @@ CPU, CUDA = 1, 2  # DLDeviceType
 _NAME = b"dltensor"
 
 
-class DLDataType(ctypes.Structure):
-    """A data type, laid out as in DLPack's header."""
-
+class DLDataType(ctypes.Structure):  # as all three in DLPack's header
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-class DLTensor(ctypes.Structure):
-    """An array, laid out as in DLPack's header; strides are in elements."""
-
+class DLTensor(ctypes.Structure):  # strides are in elements
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
                 ("ndim", ctypes.c_int32), ("dtype", DLDataType), ("shape", ctypes.POINTER(ctypes.c_int64)),
                 ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64))
@@ -59,9 +55,8 @@ class _Elements:
 
 
 class Block(_Elements):
-    """A contiguous array in memory of ours, which other frameworks take over with their ``from_dlpack``.
-
-    ``device`` is DLPack's (type, number); ``finish`` waits for the work that writes the array."""
+    """A contiguous array in memory of ours, which other frameworks take over with their ``from_dlpack``. ``device`` is
+    DLPack's (type, number); ``finish`` waits for the work that writes the array."""
 
     def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: str, device: tuple[int, int],
                  finish: Callable[[], Any] = lambda: None) -> None:
@@ -70,7 +65,6 @@ class Block(_Elements):
         self._memory, self._finish = memory, finish
 
     def is_contiguous(self) -> bool:
-        """Always."""
         return True
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -136,20 +130,17 @@ class View(_Elements):
         self.dtype, self.device, self.pointer = str(tensor.dtype), (int(kind), int(number)), tensor.data_ptr()
 
     def is_contiguous(self) -> bool:
-        """Whether the elements follow each other in C order."""
         return self._tensor.is_contiguous()
 
 
 class ForeignArrays(Arrays):
-    """The type of ``example``, which has ``__dlpack__``. On CUDA, work is put on the legacy default stream.
-
-    Results are made by the framework's ``from_dlpack`` where it has one; otherwise they are NumPy
-    arrays on a CPU, and :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type."""
+    """The type of ``example``, which has ``__dlpack__``. On CUDA, work is put on the legacy default stream. Results are
+    made by the framework's ``from_dlpack`` where it has one; otherwise they are NumPy arrays on a CPU, and
+    :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type."""
 
     def __init__(self, example: Any) -> None:
         self._kind = kind = type(example)
-        self.name = f"a {kind.__module__}.{kind.__qualname__}"
-        self._make = _from_dlpack(example)
+        self.name, self._make = f"a {kind.__module__}.{kind.__qualname__}", _from_dlpack(example)
 
     def take(self, value: Any, name: str) -> View:
         if not isinstance(value, self._kind):
@@ -242,8 +233,8 @@ def _no_copy(name: str, view: View) -> ShapeError:
 
 
 def _from_dlpack(example: Any) -> Callable[[Any], Any] | None:
-    """The framework's ``from_dlpack``: of its array namespace, else of a package that holds the type or
-    one of its base classes, the outermost first."""
+    """The framework's ``from_dlpack``: of its array namespace, else of a package that holds the type or one of its base
+    classes, the outermost first."""
     found: Callable[[Any], Any] | None = None
     if hasattr(example, "__array_namespace__"):
         found = getattr(example.__array_namespace__(), "from_dlpack", None)

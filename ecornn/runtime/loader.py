@@ -24,10 +24,8 @@ _KERNEL_NAME = {feature: flag for flag, feature in FLAGS.items()}
 
 
 def check_host(built_for: Device, index: int) -> None:
-    """Raises where this machine, or GPU ``index`` of it, cannot run code for ``built_for``.
-
-    :class:`ModuleError` for a CPU that lacks instructions or a GPU of another architecture;
-    :class:`DeviceError` where there is no such GPU."""
+    """Raises where this machine, or GPU ``index`` of it, cannot run code for ``built_for``. :class:`ModuleError` for a
+    CPU that lacks instructions or a GPU of another architecture; :class:`DeviceError` where there is no such GPU."""
     if built_for.kind == "cuda":
         from ecornn.host_gpu import detect
 
@@ -42,12 +40,9 @@ def check_host(built_for: Device, index: int) -> None:
     if index != 0:
         raise DeviceError("device", index, "0 for a module that was compiled for a CPU")
     info = cpuinfo()
-    flags = (info.get("flags") or info.get("Features") or "").split()
-    if not flags:
-        return  # this kernel does not tell
-    present = {_plain(flag) for flag in flags}
+    present = {_plain(flag) for flag in (info.get("flags") or info.get("Features") or "").split()}
     missing = [f for f in built_for.features if _plain(_KERNEL_NAME.get(f, f)) not in present]
-    if missing:
+    if present and missing:  # some kernels do not tell
         raise ModuleError(f"the module was compiled for {built_for.arch} ({built_for.name}) and uses "
                           f"{', '.join(missing)}, which this CPU lacks: compile it here with target='cpu'")
 
@@ -152,8 +147,7 @@ def load(path: str | os.PathLike[str]) -> Module:
     The file's code runs in this process: load only files that you trust. It may be for another
     machine; :meth:`Module.bind` refuses it then. Raises :class:`ModuleError` where the file is missing,
     damaged, or not a module of this version."""
-    file = Path(path).absolute()
-    library = open_library(file)
+    library = open_library(file := Path(path).absolute())
     return Module(file, library, decode(str(library.manifest())))
 
 

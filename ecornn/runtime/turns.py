@@ -44,11 +44,7 @@ PATIENCE = 20e-3  # seconds after which the first one that waits looks whether t
 
 
 class Turns:
-    """A context in which so many threads are at once, the others after them in the order in which they came.
-
-    Parameters
-    ----------
-    places : how many"""
+    """A context in which ``places`` threads are at once, the others after them in the order in which they came."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places
