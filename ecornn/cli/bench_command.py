@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,8 +58,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.argument("module", required=False, type=PATH)
 @every([click.option(f"--{name}", **PROPERTIES[name] | CHANGED.get(name, {})) for name in LAYER])
 @TARGET
-@click.option("--threads", type=click.IntRange(1, 1024),
-              help="Of every side, on a CPU.  [default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Of every side, on a CPU.  [default: the physical cores]")
 @click.option("--against", metavar="SIDE,...", help=(
     "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
     "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
@@ -70,9 +69,8 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.option("--only", multiple=True, metavar="WORDS",
               help="Layers of the grid with all of these words in their name; may repeat.")
 @click.option("--list", "listed", is_flag=True, help="Say the grid's layers, measure nothing.")
-@click.option("--output", type=PATH, metavar="FILE.jsonl",
-              help="Append each layer's row to this file; those that it has are not measured again, so that the same "
-                   "command goes on where it was stopped.")
+@click.option("--output", type=PATH, metavar="FILE.jsonl", help="Append each layer's row to this file; those that it "
+              "has are not measured again, so that the same command goes on where it was stopped.")
 @click.option("--jobs", type=click.IntRange(0, 1024), default=0, show_default=True,
               help="Layers of the grid that are compiled at a time, ahead, in processes; they are then measured in a "
                    "process of their own, which is replaced where one hangs. 0: all in this process.")
@@ -145,30 +143,27 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
 
 def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
           given: dict[str, Any]) -> tuple[int, list[Layer]]:
-    """How many calls of a short sequence are timed as one, and the layers. Raises :class:`ArgumentError` for options
-    that do not go together."""
+    """How many calls of a short sequence are timed as one, and the layers; refuses options that do not go together."""
     from ecornn.bench.grid import Case, Layer, name_of, read_grid
     from ecornn.bench.results import read_cases
 
-    def layers(cases: Iterable[Case]) -> list[Layer]:
-        return [Layer(name=name_of(case), case=case) for case in cases]
+    def whole(case: Case) -> Case:
+        return structs.replace(Case(**given), **to_builtins(case))
 
     if earlier is not None:
-        return 1, layers([earlier.case])
-    if grid is not None:
+        cases = [earlier.case]
+    elif grid is not None:
         if module is not None:
             raise ArgumentError("--grid", str(grid), "none beside a module's file")
-
-        def whole(case: Case) -> Case:
-            return structs.replace(Case(**given), **to_builtins(case))
-
         if grid.suffix == ".toml":
             read = read_grid(grid)
             return read.calls, [structs.replace(layer, case=whole(layer.case)) for layer in read.expanded(str(grid))]
-        return 1, layers(map(whole, read_cases(grid)))
-    if module is not None and (beside := [name for name in given if name not in OF_CALL]):
-        raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
-    return 1, layers([Case(**given, module=str(module) if module is not None else None)])
+        cases = [whole(case) for case in read_cases(grid)]
+    else:
+        if module is not None and (beside := [name for name in given if name not in OF_CALL]):
+            raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
+        cases = [Case(**given, module=str(module) if module is not None else None)]
+    return 1, [Layer(name=name_of(case), case=case) for case in cases]
 
 
 def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int, longest: float) -> Iterator[Row]:
@@ -176,8 +171,7 @@ def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int
     from ecornn.bench import measure
 
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        rows = (measure.measured(layers, plan, Path(folder), jobs, longest) if jobs else
-                in_this_process(layers, plan))
+        rows = (measure.measured(layers, plan, Path(folder), jobs, longest) if jobs else in_this_process(layers, plan))
         for number, (layer, row) in enumerate(zip(layers, rows, strict=True), 1):
             if row.failed:
                 click.echo(f"[{number}/{len(layers)}] error: {row.failed}", err=True)
@@ -198,9 +192,9 @@ def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
     for number, layer in enumerate(layers, 1):
         if len(layers) > 1:
             plan.told(f"[{number}/{len(layers)}]")
+        against = plan.against if layer.against is None else layer.against
         try:
-            own = replace(plan, own=layer.own, against=plan.against if layer.against is None else layer.against)
-            yield measure(layer.case, own)
+            yield measure(layer.case, replace(plan, own=layer.own, against=against))
         except MissingPackageError:  # of which every other layer would say the same
             raise
         except EcornnError as error:

@@ -93,8 +93,8 @@ def attempt(function: Callable[[], Outcome]) -> Outcome:
 
 def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int, devices: list[Device],
                told: Callable[[str], None] = lambda _: None) -> Report:
-    """Carries out all checks. ``input`` None: another size than H where the cell takes one; ``told`` is called with
-    words that say what comes next."""
+    """All checks. ``input`` None: another size than H where the cell takes one; ``told`` gets words on what comes
+    next."""
 
     def analysed(size: int) -> Outcome:
         analyse(cell, cell.row_width(size, hidden), hidden)
@@ -228,8 +228,7 @@ def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | 
 
 
 def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
-    """The outcome for pairs of result and wanted value: their largest relative error, where norms of wanted values
-    count as ``least`` at least."""
+    """The outcome for pairs of result and wanted value: the largest error, relative to a norm of ``least`` or more."""
     worst = 0.0
     for result, wanted in pairs:
         if not np.isfinite(wanted).all():

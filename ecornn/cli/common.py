@@ -64,15 +64,13 @@ def plain_errors(function: F) -> F:
 
 
 class Heartbeat:
-    """Calls ``beat`` in a thread, within a context, whenever nothing was said for ``EVERY`` seconds. Whoever says
-    something holds :attr:`lock` and calls :meth:`said`."""
+    """Calls ``beat`` in a thread when nobody, holding :attr:`lock`, has called :meth:`said` for ``EVERY`` seconds."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self.beat, self.last, self.lock, self.ended = beat, time.monotonic(), threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def said(self) -> None:
-        """Something was said now."""
         self.last = time.monotonic()
 
     def due(self) -> float:
@@ -97,8 +95,7 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def said_while(what: str) -> Iterator[Callable[[str], None]]:
-    """Says on standard error, every few seconds, what is going on: ``what``, or the text that the function which it
-    gives was last called with; on a terminal also at each call."""
+    """Says every few seconds, on stderr, ``what`` goes on, or what was told last; a terminal is told at once, too."""
     now = what
 
     def told(text: str) -> None:
@@ -230,7 +227,6 @@ class Formatter(click.HelpFormatter):
     """Click's, for narrow terminals, too."""
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Options or commands with what they mean."""
         super().write_dl(rows, col_max if self.width >= NARROW else NAMES, col_spacing)
 
     def write_text(self, text: str) -> None:
@@ -241,8 +237,6 @@ class Formatter(click.HelpFormatter):
 
 
 class Context(click.Context):
-    """The context of a command whose help fits its terminal."""
-
     formatter_class = Formatter
 
 
@@ -252,12 +246,10 @@ class Commands(click.Group):
     context_class = Context
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Adds a command, whose help is made to fit."""
         cmd.context_class = Context
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table of commands."""
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
         with formatter.section("Commands"):

@@ -41,8 +41,7 @@ class Asked:
     properties: dict[str, Any]
 
     def layer(self) -> tuple[LayerSpec, str, dict[str, Any]]:
-        """The layer, its target, and the weights that come with a model or a file of weights, by name. Raises
-        :class:`ArgumentError` where arguments do not go together, and the errors of LayerSpec."""
+        """The layer, its target, and the weights, by name, of a model or a file; refuses arguments that do not fit."""
         from ecornn.tune.choose import default_target
 
         given = {name: value for name, value in self.properties.items() if value not in (None, False)}
@@ -103,8 +102,7 @@ def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The properties of a layer that a model or a file of weights has, and its weights. Raises :class:`ArgumentError`
-    for options that do not go together."""
+    """The properties of a layer, and its weights, of a model or a file of weights; refuses options that do not fit."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
     if prefix and weights is None:
@@ -127,8 +125,7 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
 
 
 def knob(text: str) -> tuple[str, int | str | bool]:
-    """The name and value of ``NAME=VALUE``: an integer, true or false, or a word. Raises :class:`ArgumentError` for
-    another text."""
+    """The name and value of ``NAME=VALUE``: an integer, true or false, or a word; refuses another text."""
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
         raise ArgumentError("--config", text, "KNOB=VALUE")
@@ -242,8 +239,7 @@ def step_of(layer: LayerSpec) -> str:
 
 
 def check_files(model: Path | None, weights: Path | None, output: Path | None, code: Path | None) -> None:
-    """Raises :class:`ArgumentError` where a file that is written would replace one that is read, one that is written
-    beside it, or one that is no earlier module."""
+    """Refuses to write over what is read, over what is written beside it, or over what is no earlier module."""
     beside = output.with_suffix(".safetensors") if output is not None and model is not None else None
     if code is not None and any(same(code, other) for other in (model, weights, output, beside)):
         raise ArgumentError("--emit-to", str(code), "a file name of its own")

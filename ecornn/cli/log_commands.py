@@ -54,8 +54,7 @@ NEW = click.option("-o", "--output", required=True, type=PATH, metavar="LOG.json
 
 
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
-    """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
-    :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
+    """The files' content, or every log's; problems go to stderr. ``strict`` refuses a file with text, but no record."""
     from ecornn.tune.log import Log, read, read_all
 
     content = Log() if files else read_all()
@@ -189,8 +188,7 @@ def merged(lines: Iterable[Line]) -> Merged:
 
 
 def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
-    """Writes a new log, with these lines of a newer ecornn as they are; the result for programs. Raises
-    :class:`ArgumentError` where the file exists."""
+    """Writes a new log, with these lines of a newer ecornn as they are, and returns the result for programs."""
     from ecornn.tune.log import rewrite
 
     if output.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,8 +57,7 @@ def cached() -> str:
     """The folder of the build cache, and its size."""
     from ecornn.build import cache
 
-    folder = cache.folder()
-    if folder is None:
+    if (folder := cache.folder()) is None:
         return f"off, by {cache.VARIABLE}={cache.OFF}"
     every = cache.entries(folder)
     return (f"{folder}: {len(every)} entries, {sum(size for _, size, _ in every) / 1e6:.0f} MB of at most "
@@ -80,35 +80,32 @@ def examined() -> dict[str, Callable[[], Finding]]:
 
     def gpu() -> Finding:
         driver, found = driver_version(), detect()
-        if found is None:
-            what = "none" if driver is None else f"none (driver {driver})"
-            return what, ("no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
-                          if driver is None else "the driver is there, but it shows no GPU")
-        return f"{found.name} ({found.arch}), {found.cores} multiprocessors, driver {driver}", None
+        if found is not None:
+            return f"{found.name} ({found.arch}), {found.cores} multiprocessors, driver {driver}", None
+        if driver is not None:
+            return f"none (driver {driver})", "the driver is there, but it shows no GPU"
+        return "none", "no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
 
     def cuda() -> Finding:
         compiler = cuda_compiler()
         return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"
 
-    def package(name: str, use: str) -> Callable[[], Finding]:
+    def package(name: str, use: str) -> Finding:
         """``use`` says how to install it, and what for."""
-        def find() -> Finding:
-            try:
-                return version(name), None
-            except PackageNotFoundError:
-                return "none", use
-
-        return find
+        try:
+            return version(name), None
+        except PackageNotFoundError:
+            return "none", f"pip install {use}"
 
     return {
         "CPU": cpu, "GPU": gpu, "CUDA compiler": cuda, "C++ compiler": lambda: (" ".join(find_compiler()), None),
-        "TVM": package("apache-tvm", "pip install apache-tvm: needed to compile and tune"),
-        "tvm-ffi": package("apache-tvm-ffi", "pip install apache-tvm-ffi: needed to run modules"),
-        "XGBoost": package("xgboost-cpu", "pip install xgboost-cpu: needed to tune"),
-        "tornado": package("tornado", "pip install tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
+        "TVM": partial(package, "apache-tvm", "apache-tvm: needed to compile and tune"),
+        "tvm-ffi": partial(package, "apache-tvm-ffi", "apache-tvm-ffi: needed to run modules"),
+        "XGBoost": partial(package, "xgboost-cpu", "xgboost-cpu: needed to tune"),
+        "tornado": partial(package, "tornado", "tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
                            "measure with it on other machines' devices"),
-        "PyTorch": package("torch", "pip install torch: optional; `ecornn bench` compares with it, and tuning for a "
-                           "GPU times with its CUDA events")}
+        "PyTorch": partial(package, "torch", "torch: optional; `ecornn bench` compares with it, and tuning for a GPU "
+                           "times with its CUDA events")}
 
 
 SERVING = """\
@@ -188,8 +185,7 @@ def config(cflags: bool, libs: bool) -> None:
 
     flags = []
     if cflags:
-        folders = [str(resources.files("ecornn").joinpath("include")), libinfo.find_dlpack_include_path()]
-        flags += [f"-I{folder}" for folder in folders]
+        flags += [f"-I{resources.files('ecornn').joinpath('include')}", f"-I{libinfo.find_dlpack_include_path()}"]
     if libs:
         library = Path(libinfo.find_libtvm_ffi())
         # the module needs it, the program does not: the linker must keep it all the same

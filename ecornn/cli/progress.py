@@ -29,19 +29,18 @@ PATIENCE = 20.0  # seconds, with the import of PyTorch
 
 
 class Meter:
-    """Shows how searches go on ``console``, of one layer or of many, some of them at the same time; a context manager
-    around them. On a terminal each search has a line of the bar, and many layers one for all of them; elsewhere the
-    latest one has a line of text, and where nothing is done for a while, what goes on."""
+    """Shows on ``console`` how searches go, some of them at the same time; a context manager around them. On a terminal
+    each has a line of the bar, and many layers one for all; elsewhere the latest one has a line of text now and
+    then."""
 
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
 
         self.console, self.begun, self.clock = console, time.monotonic(), Heartbeat(self._beat)
         self.lock = self.clock.lock
-        self.bar = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
-            progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self.bar = progress.Progress(progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
+                                     progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
+                                     progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self.all = self.bar.add_task("layers", total=layers, best="") if layers > 1 else None
         self.going: list[LayerMeter] = []
 
@@ -56,8 +55,7 @@ class Meter:
 
     @contextlib.contextmanager
     def layer(self, name: str, training: bool = False) -> Iterator[LayerMeter]:
-        """Shows the search of a layer, or the two of one that trains. ``name``, as ``[2/7]``, tells it from others; it
-        is empty where there are none."""
+        """Shows the searches of a layer. ``name``, as ``[2/7]``, tells it from others; empty where there are none."""
         one = LayerMeter(self, name, training)
         with self.lock:
             self.going.append(one)
@@ -83,8 +81,7 @@ class Meter:
 
 
 class LayerMeter:
-    """A layer's part of a :class:`Meter`. The best is also held against ``torch_us``, µs per step of PyTorch's layer,
-    once that is known."""
+    """A layer's part of a :class:`Meter`; ``torch_us``, once it is known, are µs per step of PyTorch's layer."""
 
     def __init__(self, meter: Meter, name: str, training: bool) -> None:
         self.meter, self.name, self.training = meter, name, training
@@ -133,8 +130,7 @@ def duration(seconds: float) -> str:
 
 
 def torch_us(work: Workload, device: Device) -> float | None:
-    """µs a step of PyTorch's layer, timed in a process of its own, which this one need not import PyTorch for; None
-    where there is no such layer, no PyTorch for the device, or no time within ``PATIENCE``."""
+    """µs a step of PyTorch's layer, timed in another process; None if there is no such layer or PyTorch, or no time."""
     if importlib.util.find_spec("torch") is None or work.cell not in TORCH or work.weights or work.backward:
         return None
     asked = msgspec.json.encode((device.kind, work)).decode()

@@ -30,8 +30,8 @@ BITS: dict[str, int | Fraction] = {
 
 
 def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
-    """The step of one layer in words: values that are computed once, those for all steps at once, and those in each
-    step between two exchanges of units; values that live from one exchange to a later one; and bytes."""
+    """The step of a layer in words: values computed once, for all steps at once, and in each step between two exchanges
+    of units; values that live from one exchange to a later one; and bytes."""
     names, own = Names(graph), graph.own_input(work.input, work.hidden)
     beside = f" beside {', '.join(graph.inputs)}" if graph.inputs else ""
     lines = [f"{work.cell.partition('@')[0]}: I = {own}{beside}, H = {work.hidden}, B = {work.batch}, {work.dtype}"]
@@ -130,9 +130,8 @@ class Names:
             plain = len(terms) == 1 and not terms[0].transposed and terms[0].heads == 1
             key = (terms[0].parameter, terms[0].operand) if plain else (v,)
             gates_of.setdefault(key, []).append(terms[0].gate if len(key) == 2 else 0)
-        return ", ".join(
-            f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
-            else self.text(key[0]) for key, gates in gates_of.items())
+        return ", ".join(f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
+                         else self.text(key[0]) for key, gates in gates_of.items())
 
     def operand(self, v: Var | None) -> str:
         """The name of what a product multiplies; x where it is None."""
@@ -144,8 +143,7 @@ class Names:
         sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
         summed, compared = (self.listed(o for s in phase.statistics if s.largest is kind for o in s.operands)
                             for kind in (False, True))
-        return "; ".join(filter(None, (f"{sees} {seen}" if seen else "",
-                                       f"units add up {summed}" if summed else "",
+        return "; ".join(filter(None, (f"{sees} {seen}" if seen else "", f"units add up {summed}" if summed else "",
                                        f"units find the largest of {compared}" if compared else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:

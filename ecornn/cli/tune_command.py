@@ -73,19 +73,16 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
               help="Seconds one build, and one measurement, may take.")
 @click.option("--time-limit", type=click.FloatRange(min=1.0),
               help="Seconds for the whole run of a layer, earlier sessions included.")
-@click.option("--early-stop/--no-early-stop", default=True, show_default=True,
-              help="End after 59 trials in a row that were not faster by 1%: at 95% confidence fewer than one "
-                   "in twenty more would be.")
+@click.option("--early-stop/--no-early-stop", default=True, show_default=True, help="End after 59 trials in a row that "
+              "were not faster by 1%: at 95% confidence fewer than one in twenty more would be.")
 @click.option("--seed", type=click.IntRange(min=0, max=1 << 30), default=0, show_default=True,
               help="Of the search and of the random data.")
-@click.option("--resume/--no-resume", default=True, show_default=True,
-              help="Go on with the run that the log has.")
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with the run that the log has.")
 @click.option("--output", type=PATH, metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
 @click.option("--schedule", help="Search this schedule only.")
-@click.option("--torch/--no-torch", default=True, show_default=True,
-              help="Where PyTorch is installed, time its layer first, a few seconds, and show the best so far against "
-                   "it.")
+@click.option("--torch/--no-torch", default=True, show_default=True, help="Where PyTorch is installed, time its layer "
+              "first, a few seconds, and show the best so far against it.")
 @click.option("--tracker", metavar="HOST:PORT", help="Measure on the servers of this TVM RPC tracker.")
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
@@ -110,8 +107,8 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
 
             console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
             done: list[Result] = []
-            with Session(target, timeout=timeout, seed=seed,
-                         tracker=found_tracker(tracker, key, allow_remote)) as session:
+            servers = found_tracker(tracker, key, allow_remote)
+            with Session(target, timeout=timeout, seed=seed, tracker=servers) as session:
                 good = all(run(console, session, layers, target, options, done, torch))
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
@@ -151,8 +148,8 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
         options: dict[str, Any], done: list[Result], torch: bool) -> list[bool]:
-    """Tunes layers of the properties ``asked`` in turn, and adds results to ``done``; for each layer, whether it has a
-    best. One that no schedule serves does not end the rest."""
+    """Tunes layers in turn, and adds results to ``done``; says of each if it has a best. A failure does not end the
+    rest."""
     from rich.console import Console
 
     from ecornn.cli.progress import Meter, torch_us
@@ -185,11 +182,10 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
                 raise
             progress.print(f"{count}error: {error}", markup=False)
             return False
-        done.extend(results(result))
-        if len(layers) > 1:
-            for entry in results(result):
-                console.print(f"{count}{line(entry)}", markup=False)
-        return all(entry.best is not None for entry in results(result))
+        done.extend(both := results(result))
+        for entry in both if len(layers) > 1 else ():
+            console.print(f"{count}{line(entry)}", markup=False)
+        return all(entry.best is not None for entry in both)
 
     with Meter(progress, len(layers)) as meter:
         good = each(tune_one, layers, session)
@@ -200,18 +196,17 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             console.print(ONE_SEARCH)
         if done[0].best is not None:
             console.print("use it:\n  " + use_of(done[0], layers[0], target), markup=False)
-    if len(layers) > 1:
-        if any(layer.training for layer in layers) and session.device.kind == "llvm":
-            console.print(ONE_SEARCH)
-        use = ("ecornn compile" + (" --training" if layers[0].training else "")
-               + (f" --target {target}" if target else ""))
-        console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
+        return good
+    if any(layer.training for layer in layers) and session.device.kind == "llvm":
+        console.print(ONE_SEARCH)
+    use = "ecornn compile" + " --training" * layers[0].training + (f" --target {target}" if target else "")
+    console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
     return good
 
 
 def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec], session: Session) -> list[bool]:
-    """Calls ``tune_one`` for each layer, numbered from 1: for as many at once as there are servers, but not for layers
-    that have a search in common, as those whose backward passes have the same recurrence."""
+    """Calls ``tune_one`` for each layer, numbered from 1: as many at once as there are servers, but not layers that
+    have a search in common, as those whose backward passes have the same recurrence."""
     count = 1 if session.tracker is None or len(layers) == 1 else min(len(layers), max(1, session.tracker.servers()))
     if count == 1:
         return [tune_one(number, layer) for number, layer in enumerate(layers, 1)]
@@ -278,8 +273,7 @@ def show(console: Console, result: Result) -> None:
         console.print("No candidate ran with the right output; the log has each one's error.")
         return
     console.print(f"best: {finish.best.schedule} {config_text(finish.best.config)}", markup=False)
-    text = (f"time: {finish.best_us:.4g} µs per step, "
-            f"{finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}")
+    text = f"time: {finish.best_us:.4g} µs per step, {finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}"
     if finish.best == finish.default:
         text += "; nothing that was tried is faster than the untuned default, which is best here"
     elif finish.default_us is not None and result.gain is not None:
@@ -303,9 +297,8 @@ def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The layers of a file, without those that are there twice: a line has the options of one, or of several, such as
-    ``--cell lstm --hidden 800 --training``; what is behind ``#`` is a comment. Raises :class:`ArgumentError`, which
-    names the line, where it has something else, and where there is no layer."""
+    """The layers of a file, each once: a line has the options of one, or of several; ``#`` begins a comment. Refuses a
+    line of something else, which it names, and a file without layers."""
     layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

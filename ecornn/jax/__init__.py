@@ -71,6 +71,7 @@ def register(module: Module) -> str:
 
 _RUN, _FORWARD, _BACKWARD = np.int32(0), np.int32(1), np.int32(2)
 _MOST_THREADS = 1024
+_call: Callable[..., Any] = functools.partial(jax.ffi.ffi_call, TARGET, vmap_method="sequential")
 
 Arrays = tuple[jax.Array, ...]
 
@@ -108,13 +109,12 @@ class Recurrent:
     module : the module that carries it out"""
 
     def __init__(self, module: Module, threads: int) -> None:
-        self.module, self._manifest = module, module.manifest
+        self.module, self._manifest, dtype = module, module.manifest, module.manifest.workload.dtype
         self._attributes = {"module": register(module), "threads": np.int32(threads)}
         self._names = [p.name for p in self._manifest.parameters]
-        self._trains = FORWARD in self._manifest.entries
-        work = self._manifest.workload
-        self._dtype, self._sums = jnp.dtype(work.dtype), jnp.dtype(summed(work.dtype))
-        self._function = _differentiable(self)
+        self._dtype, self._sums = jnp.dtype(dtype), jnp.dtype(summed(dtype))
+        self._function = jax.custom_vjp(_with_rows(self))
+        self._function.defvjp(self.forward, self.backward)
 
     def __repr__(self) -> str:
         return f"<ecornn.jax.Recurrent of {self.module!r}>"
@@ -147,11 +147,10 @@ class Recurrent:
         ArgumentError : ``lengths`` or ``resets`` for a module that was compiled without them"""
         steps, batch = self._check("x", x, 3, self._dtype)[:2]
         shape = self._state_shape(batch)
-        work, stack = self._manifest.workload, self._manifest.stack
+        work, names = self._manifest.workload, self._manifest.states
         if x.shape[2] != work.input or not 1 <= batch <= work.batch or not 1 <= steps <= self._manifest.longest:
             raise ShapeError("x.shape", x.shape, f"(T, B, {work.input}) with T from 1 to {self._manifest.longest} and "
                              f"B from 1 to {work.batch}, the batch that the module was compiled for")
-        names = self._manifest.states
         states = [jnp.zeros(shape, self._dtype)] * len(names) if state is None else list(state)
         if len(states) != len(names):
             raise ShapeError("len(state)", len(states), f"{len(names)}: ({', '.join(names)},)")
@@ -161,7 +160,7 @@ class Recurrent:
         masks = []
         for name, value, wanted, default, dtype in (("lengths", lengths, (batch,), steps, jnp.int32),
                                                     ("resets", resets, (steps, batch), 0, jnp.uint8)):
-            if not getattr(stack, name):
+            if not getattr(self._manifest.stack, name):
                 if value is not None:
                     raise ArgumentError(name, type(value), f"None: the module was compiled without {name}=True")
                 continue
@@ -200,60 +199,34 @@ class Recurrent:
     # The functions that XLA calls: x (T, B, I), masks, states and weights as tuples of arrays.
     def _results(self, x: jax.Array) -> list[jax.ShapeDtypeStruct]:
         """The shapes and types of y and the last states."""
-        steps, batch = x.shape[:2]
-        y = (steps, batch, self._manifest.y_width)
-        state = jax.ShapeDtypeStruct(self._state_shape(batch), self._dtype)
-        return [jax.ShapeDtypeStruct(y, self._dtype), *[state] * len(self._manifest.states)]
+        y, state = (*x.shape[:2], self._manifest.y_width), self._state_shape(x.shape[1])
+        return [jax.ShapeDtypeStruct(shape, self._dtype) for shape in (y, *[state] * len(self._manifest.states))]
 
     def run(self, x: jax.Array, masks: Arrays, states: Arrays, weights: Arrays) -> tuple[jax.Array, Arrays]:
         """y and the last states."""
-        call = jax.ffi.ffi_call(TARGET, self._results(x), vmap_method="sequential")
-        y, *after = call(x, *masks, *states, *weights, entry=_RUN, **self._attributes)
+        y, *after = _call(self._results(x))(x, *masks, *states, *weights, entry=_RUN, **self._attributes)
         return y, tuple(after)
 
     def forward(self, x: jax.Array, masks: Arrays, states: Arrays,
-                weights: Arrays) -> tuple[jax.Array, Arrays, jax.Array]:
-        """y, the last states, and the values that are kept for :meth:`backward`, as bytes."""
-        if not self._trains:
+                weights: Arrays) -> tuple[tuple[jax.Array, Arrays], tuple[Any, ...]]:
+        """y and the last states; and what :meth:`backward` takes, with the values that are kept for it, as bytes."""
+        if FORWARD not in self._manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no gradients")
-        _, nbytes = kept_layout(self._manifest, *x.shape[:2])
-        results = [*self._results(x), jax.ShapeDtypeStruct((nbytes,), jnp.uint8)]
-        call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
-        y, *after, kept = call(x, *masks, *states, *weights, entry=_FORWARD, **self._attributes)
-        return y, tuple(after), kept
+        results = [*self._results(x), jax.ShapeDtypeStruct((kept_layout(self._manifest, *x.shape[:2])[1],), jnp.uint8)]
+        y, *after, kept = _call(results)(x, *masks, *states, *weights, entry=_FORWARD, **self._attributes)
+        return (y, tuple(after)), (x, masks, states, weights, y, kept)
 
-    def backward(self, x: jax.Array, masks: Arrays, states: Arrays, weights: Arrays, y: jax.Array, kept: jax.Array,
-                 dy: jax.Array, dafter: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
-        """dx, gradients of the first states, and of the weights, of their types."""
+    def backward(self, known: tuple[Any, ...], gradients: tuple[jax.Array, Arrays]) -> tuple[Any, ...]:
+        """The gradients of x, of masks, which have none, of the first states, and of weights, of their types."""
+        (x, masks, states, weights, y, kept), (dy, dafter) = known, gradients
         sums = [jnp.zeros(w.shape, self._sums) for w in weights]  # what gradients are added to: results in their memory
         results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, *states, *sums)]
         given = [x, *masks, *states, *weights, y, kept, dy, *dafter, *sums]
         places = {len(given) - len(sums) + n: 1 + len(states) + n for n in range(len(sums))}
-        call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential", input_output_aliases=places)
-        dx, *rest = call(*given, entry=_BACKWARD, **self._attributes)
-        before, gradients = rest[:len(states)], rest[len(states):]
-        return dx, tuple(before), tuple(g.astype(w.dtype) for g, w in zip(gradients, weights, strict=True))
-
-
-def _differentiable(layer: Recurrent) -> Callable[..., tuple[jax.Array, Arrays]]:
-    """A function of (x, masks, states, weights) with the module's gradients."""
-
-    @jax.custom_vjp
-    def function(x: jax.Array, masks: Arrays, states: Arrays, weights: Arrays) -> tuple[jax.Array, Arrays]:
-        return _with_rows(layer)(x, masks, states, weights)
-
-    def forward(x: jax.Array, masks: Arrays, states: Arrays, weights: Arrays) -> tuple[tuple[jax.Array, Arrays], Any]:
-        y, after, kept = layer.forward(x, masks, states, weights)
-        return (y, after), (x, masks, states, weights, y, kept)
-
-    def backward(known: Any, gradients: tuple[jax.Array, Arrays]) -> tuple[Any, ...]:
-        x, masks, states, weights, y, kept = known
-        dx, before, dweights = layer.backward(x, masks, states, weights, y, kept, *gradients)
+        dx, *rest = _call(results, input_output_aliases=places)(*given, entry=_BACKWARD, **self._attributes)
+        before, dweights = rest[:len(states)], rest[len(states):]
         none = tuple(np.zeros(mask.shape, jax.dtypes.float0) for mask in masks)
-        return dx, none, before, dweights
-
-    function.defvjp(forward, backward)
-    return function
+        return dx, none, tuple(before), tuple(g.astype(w.dtype) for g, w in zip(dweights, weights, strict=True))
 
 
 def _with_rows(layer: Recurrent) -> Callable[..., tuple[jax.Array, Arrays]]:

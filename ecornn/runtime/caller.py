@@ -267,9 +267,8 @@ class Caller:
 
 
 def rows_with(manifest: Manifest, arrays: Arrays, x: Any, inputs: Any) -> tuple[Any, Widths]:
-    """``x`` (T, B, I), or batch first, with the module's sequences behind it in its rows, in a copy; and what was
-    passed. Without ``inputs`` x itself, whose rows then have them already. Raises :class:`ArgumentError` and
-    :class:`ShapeError` where ``inputs`` are not what the module's cell has."""
+    """``x`` (T, B, I), or batch first, with the module's sequences, which are checked, behind it in its rows, in a
+    copy; and what was passed. Without ``inputs`` x itself, whose rows then have them already."""
     names, (shape, *_) = manifest.inputs or (), arrays.facts(x)
     if inputs is None:
         if names and len(shape) == 3 and shape[2] == manifest.own_input:
@@ -314,8 +313,8 @@ def named(manifest: Manifest, rows: Any) -> Any:
 
 
 def rows_of(manifest: Manifest, arrays: Arrays, given: Any, steps: int, batch: int, like: Any) -> Any:
-    """Gradients by name as one of rows of y; whoever is not named has zeros. Anything but a mapping is returned. Raises
-    :class:`ArgumentError` and :class:`ShapeError` where a name or a shape is none of the outputs'."""
+    """Gradients by name, which are checked, as one of rows of y, zeros where one is not named; or what is no
+    mapping."""
     if not isinstance(given, Mapping):
         return given
     names, hidden, directions = manifest.outputs or (), manifest.workload.hidden, manifest.stack.directions

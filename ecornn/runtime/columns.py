@@ -87,8 +87,7 @@ class Columns:
 
     @classmethod
     def _laid(cls, lengths: NDArray[Any], begin: NDArray[Any], steps: int, width: int) -> Columns:
-        """With the step and the column at which each begins; where it is longer than the rest of the column, what is
-        left over begins the next one, and comes first in time."""
+        """With where each begins; what is longer than its column goes on in the next one, and comes first in time."""
         step, column, shape = begin[:, 0], begin[:, 1], (steps, width)
         first, over = np.append(0, np.cumsum(lengths)), np.maximum(step + lengths - steps, 0)
         number, at, split = np.arange(len(lengths)), step * width + column, np.flatnonzero(over)
@@ -234,8 +233,7 @@ def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, 
 
 def place_sequences(value: Any, steps: int, batch: int, together: int, arrays: Arrays, like: Any,
                     library: Library) -> tuple[Placed, int]:
-    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one. None
-    may go from one group of ``together`` columns to the next."""
+    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one."""
     if value is None:
         value = np.broadcast_to(np.arange(batch), (steps, batch))
     columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)

@@ -55,8 +55,7 @@ class _Elements:
 
 
 class Block(_Elements):
-    """A contiguous array in memory of ours, which other frameworks take over with their ``from_dlpack``. ``device`` is
-    DLPack's (type, number); ``finish`` waits for the work that writes the array."""
+    """A contiguous array of ours, which other frameworks take over. ``finish`` waits for the work that writes it."""
 
     def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: str, device: tuple[int, int],
                  finish: Callable[[], Any] = lambda: None) -> None:
@@ -233,8 +232,7 @@ def _no_copy(name: str, view: View) -> ShapeError:
 
 
 def _from_dlpack(example: Any) -> Callable[[Any], Any] | None:
-    """The framework's ``from_dlpack``: of its array namespace, else of a package that holds the type or one of its base
-    classes, the outermost first."""
+    """``from_dlpack`` of the array's namespace, else of the outermost package that has its type or a base class."""
     found: Callable[[Any], Any] | None = None
     if hasattr(example, "__array_namespace__"):
         found = getattr(example.__array_namespace__(), "from_dlpack", None)

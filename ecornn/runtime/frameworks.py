@@ -1,5 +1,4 @@
-"""The framework that an array is of, which is imported where an array of it is there, and not before; and NumPy's own
-arrays, in and out, of which CUDA modules get copies."""
+"""The framework that an array is of, imported where one is there; and NumPy's, of which CUDA modules get copies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A layer, ready to run, and the calls of one that trains: forward, which keeps what the backward pass reads, and that
-pass."""
+"""A layer, ready to run, and the calls of one that trains: forward, which keeps values, and the backward pass."""
 
 from __future__ import annotations
 
@@ -112,9 +111,8 @@ class Training:
 
     def backward(self, kept: Kept, dy: Placed, dstates: Sequence[Placed], dx: Placed, before: Sequence[Placed],
                  gradients: Iterable[Placed], add: bool = True) -> None:
-        """Runs ``backward``; ``before`` gets the gradients of the first states, unless it is empty, ``gradients``, in
-        the order of the manifest's parameters, theirs: ``add``: to what is there. Else that must be zeros, but where
-        the module :attr:`writes`."""
+        """Runs ``backward``. ``before`` gets gradients of the first states, unless it is empty; ``gradients``, in the
+        manifest's order, are added to (``add``), or written, over zeros unless the module :attr:`writes`."""
         manifest = self._caller.manifest
         states = self._by_part(before, kept.rows) if before else [0] * (len(manifest.states) * manifest.stack.count)
         given = {**self._given(kept), "dy": [dy[1]], "dstate_out": self._by_part(dstates, kept.rows), "dx": [dx[1]],
@@ -288,8 +286,8 @@ class Layer(Caller):
                          tuple(arrays.give(a) for a, _ in before if want_state), of_inputs)
 
     def kept_bytes(self, steps: int, batch: int | None = None) -> int:
-        """Bytes that :meth:`forward` keeps at T = ``steps`` and this B (default: the compiled one), besides x, y and
-        first states."""
+        """Bytes that :meth:`forward` keeps besides x, y and first states, at T = ``steps`` and B (default:
+        compiled)."""
         return self.training.kept_bytes(steps, self.manifest.workload.batch if batch is None else batch)
 
     def training_workspace_bytes(self, steps: int) -> int:

@@ -80,9 +80,8 @@ def _loaded_as(content: str, path: Path) -> tuple[Any, ctypes.CDLL]:
 
 
 def spelling(path: Path) -> str:
-    """A name of the file that the dynamic loader has not seen for another file. It takes a path that it has loaded
-    before for the same library, even if a new file lies there now; the old one stays loaded, so that its inode is not
-    used again."""
+    """A name of the file that the dynamic loader has not seen for another one: under a name that it knows it gives the
+    same library, even if a new file lies there now. The old one stays loaded, so that its inode is not used again."""
     status, files = path.stat(), _files.setdefault(str(path), [])
     if (inode := (status.st_dev, status.st_ino)) not in files:
         files.append(inode)
@@ -90,8 +89,7 @@ def spelling(path: Path) -> str:
 
 
 def _inspect(path: Path) -> str:
-    """The checksum of the file. Refuses what must not reach the dynamic loader: it runs the code of any library that it
-    is given, and a damaged one kills the process."""
+    """The checksum of the file; refuses what must not be loaded: a library's code is run, and a damaged one kills."""
     if path.exists() and not path.is_file():
         raise ModuleError(f"{path} cannot be read: it is no regular file")
     try:

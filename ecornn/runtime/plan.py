@@ -1,6 +1,5 @@
-"""Where the arguments of an entry come from: the buffers of a module, sorted by role and tensor; and calls by addresses
-alone, for callers that call often and have checked all there is. Where arguments belong is found once, and a call puts
-its addresses between what is known."""
+"""Where the arguments of an entry come from: the buffers of a module by role and tensor, found once; and calls by
+addresses alone, for callers that call often and have checked all there is."""
 
 from __future__ import annotations
 
@@ -42,8 +41,8 @@ class EntryPlan:
         return layout([0 if b.name in elsewhere else b.nbytes(steps) for _, b in self.scratch])
 
     def order(self, positions: Sequence[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """A function that makes arguments of values for these positions, which are all that there are. It takes less
-        than a microsecond; to put a list together position by position would take two."""
+        """A function that puts values for all positions in order, in less than a microsecond; a list by position takes
+        two."""
         assert sorted(positions) == [*range(self.count)] and self.count > SCALARS
         return itemgetter(*sorted(range(self.count), key=positions.__getitem__))
 
@@ -66,8 +65,7 @@ class Order:
 
     def of(self, sizes: tuple[int, int, int], queue: int, given: Sequence[int],
            scratch: Sequence[int]) -> tuple[int, ...]:
-        """The arguments. ``sizes``: T, B and the rows of states; ``given``: x, states unless they are zero, masks, y
-        and states; ``scratch``: the workspaces."""
+        """The arguments for T, B and rows of states; ``given``: x, states unless they are zero, masks, y and states."""
         (steps, batch, rows), parts = sizes, self._parts
         size = rows * self._row  # from one sequence's part of a state to the next one's
         zeros = () if self._zeros is None else (self._zeros(size * parts),) * self._absent
@@ -179,8 +177,7 @@ class AddressedCall:
         self._pool.give(_IDLE, memory)
 
     def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory]) -> None:
-        """The same on a GPU, put on this stream, which no CUDA graph captures; ``workspace`` makes memory of so many
-        bytes there."""
+        """The same on a GPU's stream, which no CUDA graph captures; ``workspace`` makes so many bytes there."""
         if self._parts is not None:
             addresses = tuple([addresses[number] + offset for number, offset in self._parts])
         memory = self._pool.take(queue, self._room) or workspace(self._room)

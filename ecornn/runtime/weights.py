@@ -1,5 +1,4 @@
-"""The weights of a layer: names and shapes as a user passes them, and packed where its code runs, by the module's C
-interface (``include/ecornn.h``), which ctypes calls."""
+"""The weights of a layer: as a user passes them, and packed where its code runs, by the C interface (``ecornn.h``)."""
 
 from __future__ import annotations
 
@@ -69,9 +68,8 @@ def api_of(file: ctypes.CDLL | None) -> _Api:
 class PackedWeights:
     """Weights, by name as :meth:`Module.bind` takes them, that a module has packed where it runs, and zeros; the memory
     lives as long as this. ``packed`` has the address of packed weights by the name of a buffer; equal ones are kept
-    once. ``device`` is 0 for a CPU, whose ``threads`` pack; these are None on a GPU. Raises as :func:`read_weights`,
-    :class:`NotFiniteError` for an infinite weight where the module's products need finite ones, :class:`DeviceError`
-    for a device that is not there, and :class:`ModuleError` for a module that packs in a way that is not known."""
+    once. ``device`` is 0 for a CPU, whose ``threads`` pack; these are None on a GPU. Raises what :meth:`Module.bind`
+    does."""
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
@@ -181,10 +179,10 @@ def _named(weights: Mapping[str, Any]) -> tuple[ctypes.Array[_Named], list[Any]]
 
 
 def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:
-    """The weights, (G*H, K) or (G*H,), by name: NumPy arrays, float16, float32 or float64. Torch tensors, where all are
-    on the GPU that the module is bound for. Raises :class:`WeightsError` for missing or unexpected names,
-    :class:`ShapeError`, :class:`DTypeError` for what is not floating point, :class:`NotFiniteError` for infinite ones
-    of products that need others, :class:`ArgumentError` for what is no array."""
+    """The weights, (G*H, K) or (G*H,), by name: NumPy arrays, float16, float32 or float64; Torch tensors, where all are
+    on the GPU that the module is bound for. Raises :class:`WeightsError` for other names, :class:`ShapeError`,
+    :class:`DTypeError`, :class:`ArgumentError` and, for infinite ones of products that need others,
+    :class:`NotFiniteError`."""
     if not isinstance(weights, Mapping):
         raise ArgumentError("weights", type(weights), "a dict of arrays by PyTorch's names")
     expected = [parameter.name for parameter in manifest.parameters]
