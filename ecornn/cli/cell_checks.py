@@ -158,8 +158,7 @@ class Checks:
                 forward, gradients = self.run_one(device, schedule, dtype, weights)
                 yield Row("cpu", schedule.name, f"{weights} weights" if weights else dtype, forward, gradients)
 
-    def run_one(self, device: Device, schedule: Schedule, dtype: str,
-                weights: str | None) -> tuple[Outcome, Outcome]:
+    def run_one(self, device: Device, schedule: Schedule, dtype: str, weights: str | None) -> tuple[Outcome, Outcome]:
         """The outcomes of forward and of gradients."""
         training, work = weights is None and self.derivable, self.work(dtype, weights)
         given, upstream = self.inputs(work)

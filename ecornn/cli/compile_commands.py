@@ -307,9 +307,8 @@ def _step(part: Part) -> Iterator[str]:
     if step.hoisted:
         yield f"  {_many(step.hoisted, 'product')} of x, for all steps at once, before the recurrence or beside it"
     if step.travels:
-        each = "; then ".join(", ".join(names) or "nothing" for names in step.travels)
         yield (f"  {_many(step.products, 'product')} in {_many(len(step.travels), 'exchange')} between units a step, "
-               f"of {each}")
+               "of " + "; then ".join(", ".join(names) or "nothing" for names in step.travels))
     else:
         yield "  no product of a state: units need nothing of each other"
     if step.statistics:

@@ -157,8 +157,8 @@ class Names:
     def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:
         """Sums and maxima over units, one a line."""
         for s in statistics:
-            kind = "maximum" if s.largest else "sum"
-            yield f"{self.names[s.total]} = {kind} over {s.over} of {self.listed(s.operands)}"
+            yield (f"{self.names[s.total]} = {'maximum' if s.largest else 'sum'} over {s.over} of "
+                   f"{self.listed(s.operands)}")
             if s.squares is not None:
                 yield f"{self.names[s.squares]} = sum of the squares of their distances from the mean"
 

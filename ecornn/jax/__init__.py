@@ -57,8 +57,8 @@ def register(module: Module) -> str:
     if not path.is_file():
         raise ModuleError(f"the module's file {path} is gone")
     digest = checksum.said(path.read_bytes()).hex()
-    functions = ctypes.CDLL(spelling(path.resolve()))  # never closed: programs of XLA may call it as long as they like
-    function = getattr(functions, "ecornn_module_api", None)
+    # never closed: programs of XLA may call it as long as they like
+    function = getattr(ctypes.CDLL(spelling(path.resolve())), "ecornn_module_api", None)
     if function is None:
         raise ModuleError(f"{path} was compiled before modules had a C interface: compile it again")
     function.restype = ctypes.c_void_p
@@ -262,8 +262,7 @@ def _folded(layer: Recurrent, part: slice, x: jax.Array, masks: Arrays, states: 
         return moved.reshape(*moved.shape[:axis], count * batch, *moved.shape[axis + 2:])
 
     def unfold(array: jax.Array, axis: int) -> jax.Array:
-        apart = array.reshape(*array.shape[:axis], count, batch, *array.shape[axis + 1:])
-        return jnp.moveaxis(apart, axis, 0)
+        return jnp.moveaxis(array.reshape(*array.shape[:axis], count, batch, *array.shape[axis + 1:]), axis, 0)
 
     y, after = layer.run(fold(x, 1), tuple(fold(m, m.ndim - 2) for m in masks),
                          tuple(fold(s, s.ndim - 3) for s in states), weights)

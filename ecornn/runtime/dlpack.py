@@ -63,9 +63,6 @@ class Block(_Elements):
         self.pointer, self.strides = memory.pointer, tuple(prod(shape[axis + 1:]) for axis in range(len(shape)))
         self._memory, self._finish = memory, finish
 
-    def is_contiguous(self) -> bool:
-        return True
-
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 
@@ -161,8 +158,7 @@ class ForeignArrays(Arrays):
         return made, made.pointer
 
     def in_place(self, array: View) -> Placed | None:
-        fits = array.is_contiguous() and not array.pointer % ALIGNMENT
-        return (array, array.pointer) if fits else None
+        return (array, array.pointer) if array.is_contiguous() and not array.pointer % ALIGNMENT else None
 
     def empty(self, shape: Shape, like: View | Block, library: Library) -> Placed:
         kind, number = like.device
@@ -192,9 +188,7 @@ class ForeignArrays(Arrays):
     def give(self, array: Block) -> Any:
         if self._make is not None:
             return self._make(array)
-        if array.device[0] == CPU and array.dtype != "bfloat16":
-            return array.bits().view(array.dtype)
-        return array
+        return array.bits().view(array.dtype) if array.device[0] == CPU and array.dtype != "bfloat16" else array
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         view = View(value, name)
@@ -202,8 +196,7 @@ class ForeignArrays(Arrays):
             raise DTypeError(f"{name}.dtype", view.dtype, f"one of {', '.join(ITEMSIZE)}")
         bits = view.bits() if view.device[0] == CPU else _download(view, name, library)
         if view.dtype == "bfloat16":  # the upper half of a float32
-            wide: np.ndarray[Any, Any] = bits.astype(np.uint32) << np.uint32(16)
-            return wide.view(np.float32)
+            return np.asarray(bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.array(bits, order="C").view(view.dtype)
 
     def workspace(self, nbytes: int, like: View | Block, library: Library) -> Memory:
@@ -233,11 +226,7 @@ def _no_copy(name: str, view: View) -> ShapeError:
 
 def _from_dlpack(example: Any) -> Callable[[Any], Any] | None:
     """``from_dlpack`` of the array's namespace, else of the outermost package that has its type or a base class."""
-    found: Callable[[Any], Any] | None = None
-    if hasattr(example, "__array_namespace__"):
-        found = getattr(example.__array_namespace__(), "from_dlpack", None)
-    for base in type(example).__mro__ if found is None else ():
-        parts = base.__module__.split(".")
-        for depth in range(1, len(parts) + 1):
-            found = found or getattr(sys.modules.get(".".join(parts[:depth])), "from_dlpack", None)
-    return found
+    places = [example.__array_namespace__()] if hasattr(example, "__array_namespace__") else []
+    for parts in (base.__module__.split(".") for base in type(example).__mro__):
+        places += [sys.modules.get(".".join(parts[:depth])) for depth in range(1, len(parts) + 1)]
+    return next((place.from_dlpack for place in places if hasattr(place, "from_dlpack")), None)

@@ -119,8 +119,7 @@ def arrays_of(value: Any, name: str) -> Arrays:
 def _find(value: Any, name: str) -> Arrays:
     if isinstance(value, np.ndarray):
         return NumPyArrays()
-    if any(base.__module__.split(".")[0] == "torch" and base.__name__ == "Tensor"
-           for base in type(value).__mro__):
+    if any(base.__module__.split(".")[0] == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__):
         # A torch tensor exists, so torch is imported already.
         from ecornn.runtime.torch_arrays import TorchArrays
 

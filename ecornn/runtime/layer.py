@@ -70,32 +70,23 @@ class Training:
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
-        self._arguments = {plan: self._packed(plan) for plan in (self._forward, self._backward)}
+        self._arguments: dict[EntryPlan, list[int]] = {}  # those that are the same in every call; 0 for all others
+        for plan in (self._forward, self._backward):
+            packed = {position: caller.packed[buffer.name] for position, buffer in plan.packed}
+            self._arguments[plan] = [packed.get(position, 0) for position in range(plan.count)]
         self._layout = lru_cache(maxsize=64)(partial(kept_layout, manifest))
         self._room = lru_cache(maxsize=64)(EntryPlan.offsets)
         self._pool, self._kept = Pool(), Pool()
         self._dx_in, self._in_place = manifest.dx_in or "", manifest.in_place or {}
         self._apart = frozenset(self._in_place)  # workspaces that lie in what is kept, if that is the layer's
-
-    @property
-    def writes(self) -> bool:
-        """Whether ``backward`` can write gradients of parameters, in place of adding to what is there."""
-        return bool(self._backward.at["existing"])
+        self.writes = bool(self._backward.at["existing"])  # gradients of parameters, in place of adding to them
 
     def kept_bytes(self, steps: int, batch: int) -> int:
-        """As :func:`kept_layout` has them."""
         return self._layout(steps, batch)[1]
 
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes; ``backward`` of a caller's memory takes more."""
         return max(self._room(plan, steps, self._apart)[1] for plan in (self._forward, self._backward))
-
-    def _packed(self, plan: EntryPlan) -> list[int]:
-        """The arguments of an entry that are the same in every call; 0 in place of all others."""
-        arguments = [0] * plan.count
-        for position, buffer in plan.packed:
-            arguments[position] = self._caller.packed[buffer.name]
-        return arguments
 
     def forward(self, kept: Kept, after: Sequence[Placed]) -> None:
         """Runs ``forward``, whose last states are put into ``after``; without a caller's memory ``kept`` gets some."""
@@ -138,8 +129,7 @@ class Training:
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
         work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
-        size = rows * work.hidden * work.itemsize
-        return [at + part * size for _, at in states for part in range(count)]
+        return [at + part * rows * work.hidden * work.itemsize for _, at in states for part in range(count)]
 
     def _run(self, function: Any, plan: EntryPlan, kept: Kept, offsets: Mapping[str, int],
              given: Mapping[str, Sequence[int]]) -> None:
@@ -160,8 +150,7 @@ class Training:
                 arguments[position] = pointer
         own = not isinstance(kept.memory, GivenMemory)  # backward writes into no other
         starts, total = self._room(plan, steps, self._apart if own else frozenset())
-        key = 0 if caller.threads is not None else queue
-        keep = caller.threads is not None or arrays.keeps_workspace()
+        key, keep = (0, True) if caller.threads is not None else (queue, arrays.keeps_workspace())
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
         for (position, buffer), start in zip(plan.scratch, starts, strict=True):
             over = self._in_place.get(buffer.name) if own else None

@@ -172,8 +172,7 @@ class AddressedCall:
         memory = self._pool.take(_IDLE, self._room)  # calls of other threads have their own
         if memory is None:
             memory = HostMemory(self._room)
-        known = self._at.get(memory.pointer) or self._known(memory.pointer)
-        self._function(*self._order(known + addresses))
+        self._function(*self._order((self._at.get(memory.pointer) or self._known(memory.pointer)) + addresses))
         self._pool.give(_IDLE, memory)
 
     def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory]) -> None:
