@@ -45,8 +45,6 @@ A grid has the options' names in its first line:
 Exit code 1: our result is wrong, or a layer of a
 grid failed; 130: stopped, what was done is printed.
 """
-LAYER = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights", "precision", "layers", "bidirectional",
-         "reverse", "training", "keep")
 CHANGED: dict[str, dict[str, Any]] = {
     "batch": {"default": None, "show_default": False, "help": "B.  [default: 20, or the module's]"},
     "seq": {"default": None, "show_default": False, "help": "T.  [default: 300, or the module's]"},
@@ -56,7 +54,8 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 
 @click.command(epilog=EPILOG)
 @click.argument("module", required=False, type=PATH)
-@every([click.option(f"--{name}", **PROPERTIES[name] | CHANGED.get(name, {})) for name in LAYER])
+@every([click.option(f"--{name}", **settings | CHANGED.get(name, {})) for name, settings in PROPERTIES.items()
+        if name not in ("lengths", "resets", "sequences")])
 @TARGET
 @click.option("--threads", type=click.IntRange(1, 1024), help="Of every side, on a CPU.  [default: the physical cores]")
 @click.option("--against", metavar="SIDE,...", help=(
@@ -94,6 +93,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     Each one's output, or gradients, are held against float64 first: what is wrong is not timed. Then sides take turns,
     after a warm-up, on inputs that are new in each; on a GPU as CUDA graphs. Times are microseconds a step: the median
     and percentiles of whole calls, divided by T."""
+    from ecornn.bench.grid import selected
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
     from ecornn.bench.results import CsvFile, RowLog, append, environment, read_row, shown
@@ -105,8 +105,6 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     earlier: Earlier | None = read_row(reproduce) if reproduce is not None else None
     calls, layers = asked(module, grid, earlier, given)
     if only:
-        from ecornn.bench.grid import selected
-
         layers = selected(layers, only)
     if listed:
         click.echo("\n".join(" ".join(filter(None, (layer.group, layer.name))) for layer in layers))

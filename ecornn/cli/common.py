@@ -22,6 +22,7 @@ import msgspec
 from ecornn.boundary import public
 from ecornn.dtypes import DTYPES
 from ecornn.errors import EcornnError, InternalError
+from ecornn.quick_tvm import import_tvm
 from ecornn.workload import BATCH, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,8 +131,6 @@ def told_aloud() -> Iterator[Callable[[str], None]]:
 
 def load_tvm() -> None:
     """Imports TVM; the first time in an environment that takes many seconds."""
-    from ecornn.quick_tvm import import_tvm
-
     with said_while("loading TVM"):
         import_tvm()
 
@@ -198,9 +197,7 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
                 more |= {"multiple": True, "help": settings["help"] + "  May be repeated."}
                 more |= {"default": (settings["default"],)} if "default" in settings else {}
             options.append(click.option(f"--{name}", **settings | more))
-    if target:
-        options.append(TARGET)
-    return every(options)
+    return every([*options, TARGET] if target else options)
 
 
 def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:

@@ -124,9 +124,9 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
 def asked_layers(context: click.Context, path: Path | None, given: dict[str, Any]) -> list[dict[str, Any]]:
     """The properties of each layer, from a file or the options of this command."""
     if path is None:
-        if missing := [name for name in ("cell", "hidden") if not given[name]]:
-            raise click.MissingParameter(ctx=context, param=next(p for p in context.command.params
-                                                                 if p.name == missing[0]))
+        missing = next((p for p in context.command.params if p.name in ("cell", "hidden") and not given[p.name]), None)
+        if missing is not None:
+            raise click.MissingParameter(ctx=context, param=missing)
         return combinations(given)
     if beside := [n for n in given if context.get_parameter_source(n) is not ParameterSource.DEFAULT]:
         raise click.UsageError(f"--{beside[0]} is in the lines of the file where there are --workloads", context)
@@ -137,10 +137,8 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
     """The tracker to measure with, warned of where it is another machine's."""
     from ecornn.tune.remote import Tracker, is_loopback
 
-    if address is None:
-        return None
-    tracker = Tracker.parse(address, key, allow_remote)
-    if not is_loopback(tracker.host):
+    tracker = Tracker.parse(address, key, allow_remote) if address is not None else None
+    if tracker is not None and not is_loopback(tracker.host):
         click.echo(f"warning: {tracker} and its servers are trusted with what they are sent; RPC is remote execution",
                    err=True)
     return tracker

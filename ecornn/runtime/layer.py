@@ -118,8 +118,9 @@ class Training:
 
     def room_for_dx(self, kept: Kept) -> Placed | None:
         """The place of what is kept, for the gradient of x, where the program says that nobody reads it by then."""
-        shape = kept.steps, kept.batch, self._caller.manifest.workload.input
-        return None if kept.room is None else kept.arrays.over(kept.room, kept.x[0], shape)
+        if kept.room is None:
+            return None
+        return kept.arrays.over(kept.room, kept.x[0], (kept.steps, kept.batch, self._caller.manifest.workload.input))
 
     def _given(self, kept: Kept) -> dict[str, list[int]]:
         """The pointers that both entries take."""
@@ -129,7 +130,8 @@ class Training:
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
         work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
-        return [at + part * rows * work.hidden * work.itemsize for _, at in states for part in range(count)]
+        size = rows * work.hidden * work.itemsize
+        return [at + part * size for _, at in states for part in range(count)]
 
     def _run(self, function: Any, plan: EntryPlan, kept: Kept, offsets: Mapping[str, int],
              given: Mapping[str, Sequence[int]]) -> None:
@@ -150,7 +152,8 @@ class Training:
                 arguments[position] = pointer
         own = not isinstance(kept.memory, GivenMemory)  # backward writes into no other
         starts, total = self._room(plan, steps, self._apart if own else frozenset())
-        key, keep = (0, True) if caller.threads is not None else (queue, arrays.keeps_workspace())
+        key = 0 if caller.threads is not None else queue
+        keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
         for (position, buffer), start in zip(plan.scratch, starts, strict=True):
             over = self._in_place.get(buffer.name) if own else None
@@ -275,8 +278,7 @@ class Layer(Caller):
                          tuple(arrays.give(a) for a, _ in before if want_state), of_inputs)
 
     def kept_bytes(self, steps: int, batch: int | None = None) -> int:
-        """Bytes that :meth:`forward` keeps besides x, y and first states, at T = ``steps`` and B (default:
-        compiled)."""
+        """Bytes that :meth:`forward` keeps besides x, y and first states; ``batch``: as compiled by default."""
         return self.training.kept_bytes(steps, self.manifest.workload.batch if batch is None else batch)
 
     def training_workspace_bytes(self, steps: int) -> int:
