@@ -102,11 +102,8 @@ def recurrent(module: Module, *, threads: int | None = None) -> Recurrent:
 
 
 class Recurrent:
-    """A layer; made by :func:`recurrent`. Weights are an argument of each call, and are packed in it.
-
-    Attributes
-    ----------
-    module : the module that carries it out"""
+    """A layer, which ``module`` carries out; made by :func:`recurrent`. Weights are an argument of each call, and are
+    packed in it."""
 
     def __init__(self, module: Module, threads: int) -> None:
         self.module, self._manifest, dtype = module, module.manifest, module.manifest.workload.dtype

@@ -53,13 +53,8 @@ def _plain(name: str) -> str:
 
 
 class Module:
-    """A compiled layer without weights; made by :func:`load` and ``ecornn.compile``.
-
-    Attributes
-    ----------
-    path : the file
-    manifest : what it says about itself
-    library : the functions that it exports"""
+    """A compiled layer without weights; made by :func:`load` and ``ecornn.compile``. ``path`` is the file, ``manifest``
+    what it says about itself, ``library`` the functions that it exports."""
 
     def __init__(self, path: Path, library: Library, manifest: Manifest) -> None:
         self.path, self.library, self.manifest = path, library, manifest
