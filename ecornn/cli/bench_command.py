@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import structs, to_builtins
 
-from ecornn.cli.common import JSON, PATH, PROPERTIES, TARGET, as_json, every, plain_errors, told_aloud
+from ecornn.cli.common import PATH, PROPERTIES, TARGET, as_json, every, told_aloud, with_json
 from ecornn.errors import ArgumentError, EcornnError, MissingPackageError
 from ecornn.interrupts import ENDING, safe_interrupts
 
@@ -45,8 +45,6 @@ A grid has the options' names in its first line:
 Exit code 1: our result is wrong, or a layer of a
 grid failed; 130: stopped, what was done is printed.
 """
-LAYER = ("cell", "hidden", "input", "batch", "seq", "dtype", "weights", "precision", "layers", "bidirectional",
-         "reverse", "training", "keep")
 CHANGED: dict[str, dict[str, Any]] = {
     "batch": {"default": None, "show_default": False, "help": "B.  [default: 20, or the module's]"},
     "seq": {"default": None, "show_default": False, "help": "T.  [default: 300, or the module's]"},
@@ -56,10 +54,10 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 
 @click.command(epilog=EPILOG)
 @click.argument("module", required=False, type=PATH)
-@every([click.option(f"--{name}", **PROPERTIES[name] | CHANGED.get(name, {})) for name in LAYER])
+@every([click.option(f"--{name}", **settings | CHANGED.get(name, {})) for name, settings in PROPERTIES.items()
+        if name not in ("lengths", "resets", "sequences")])
 @TARGET
-@click.option("--threads", type=click.IntRange(1, 1024),
-              help="Of every side, on a CPU.  [default: the physical cores]")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Of every side, on a CPU.  [default: the physical cores]")
 @click.option("--against", metavar="SIDE,...", help=(
     "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
     "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
@@ -70,9 +68,8 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.option("--only", multiple=True, metavar="WORDS",
               help="Layers of the grid with all of these words in their name; may repeat.")
 @click.option("--list", "listed", is_flag=True, help="Say the grid's layers, measure nothing.")
-@click.option("--output", type=PATH, metavar="FILE.jsonl",
-              help="Append each layer's row to this file; those that it has are not measured again, so that the same "
-                   "command goes on where it was stopped.")
+@click.option("--output", type=PATH, metavar="FILE.jsonl", help="Append each layer's row to this file; those that it "
+              "has are not measured again, so that the same command goes on where it was stopped.")
 @click.option("--jobs", type=click.IntRange(0, 1024), default=0, show_default=True,
               help="Layers of the grid that are compiled at a time, ahead, in processes; they are then measured in a "
                    "process of their own, which is replaced where one hangs. 0: all in this process.")
@@ -85,8 +82,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and inputs.")
 @click.option("--csv", type=PATH, metavar="FILE",
               help="Also write a line for each layer to this file, as they are done.")
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def bench(module: Path | None, target: str | None, threads: int | None, against: str | None, grid: Path | None,
           only: tuple[str, ...], listed: bool, output: Path | None, jobs: int, longest: float, reproduce: str | None,
@@ -96,8 +92,8 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     The layer is compiled with the best tuning records that apply. All sides get the same random weights and inputs.
     Each one's output, or gradients, are held against float64 first: what is wrong is not timed. Then sides take turns,
     after a warm-up, on inputs that are new in each; on a GPU as CUDA graphs. Times are microseconds a step: the median
-    and percentiles of whole calls, divided by T.
-    """
+    and percentiles of whole calls, divided by T."""
+    from ecornn.bench.grid import selected
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
     from ecornn.bench.results import CsvFile, RowLog, append, environment, read_row, shown
@@ -109,8 +105,6 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     earlier: Earlier | None = read_row(reproduce) if reproduce is not None else None
     calls, layers = asked(module, grid, earlier, given)
     if only:
-        from ecornn.bench.grid import selected
-
         layers = selected(layers, only)
     if listed:
         click.echo("\n".join(" ".join(filter(None, (layer.group, layer.name))) for layer in layers))
@@ -147,30 +141,27 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
 
 def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
           given: dict[str, Any]) -> tuple[int, list[Layer]]:
-    """How many calls of a short sequence are timed as one, and the layers. Raises :class:`ArgumentError` for options
-    that do not go together."""
+    """How many calls of a short sequence are timed as one, and the layers; refuses options that do not go together."""
     from ecornn.bench.grid import Case, Layer, name_of, read_grid
     from ecornn.bench.results import read_cases
 
-    def layers(cases: Iterable[Case]) -> list[Layer]:
-        return [Layer(name=name_of(case), case=case) for case in cases]
+    def whole(case: Case) -> Case:
+        return structs.replace(Case(**given), **to_builtins(case))
 
     if earlier is not None:
-        return 1, layers([earlier.case])
-    if grid is not None:
+        cases = [earlier.case]
+    elif grid is not None:
         if module is not None:
             raise ArgumentError("--grid", str(grid), "none beside a module's file")
-
-        def whole(case: Case) -> Case:
-            return structs.replace(Case(**given), **to_builtins(case))
-
         if grid.suffix == ".toml":
             read = read_grid(grid)
             return read.calls, [structs.replace(layer, case=whole(layer.case)) for layer in read.expanded(str(grid))]
-        return 1, layers(map(whole, read_cases(grid)))
-    if module is not None and (beside := [name for name in given if name not in OF_CALL]):
-        raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
-    return 1, layers([Case(**given, module=str(module) if module is not None else None)])
+        cases = [whole(case) for case in read_cases(grid)]
+    else:
+        if module is not None and (beside := [name for name in given if name not in OF_CALL]):
+            raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
+        cases = [Case(**given, module=str(module) if module is not None else None)]
+    return 1, [Layer(name=name_of(case), case=case) for case in cases]
 
 
 def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int, longest: float) -> Iterator[Row]:
@@ -178,8 +169,7 @@ def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int
     from ecornn.bench import measure
 
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        rows = (measure.measured(layers, plan, Path(folder), jobs, longest) if jobs else
-                in_this_process(layers, plan))
+        rows = (measure.measured(layers, plan, Path(folder), jobs, longest) if jobs else in_this_process(layers, plan))
         for number, (layer, row) in enumerate(zip(layers, rows, strict=True), 1):
             if row.failed:
                 click.echo(f"[{number}/{len(layers)}] error: {row.failed}", err=True)
@@ -200,9 +190,9 @@ def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
     for number, layer in enumerate(layers, 1):
         if len(layers) > 1:
             plan.told(f"[{number}/{len(layers)}]")
+        against = plan.against if layer.against is None else layer.against
         try:
-            own = replace(plan, own=layer.own, against=plan.against if layer.against is None else layer.against)
-            yield measure(layer.case, own)
+            yield measure(layer.case, replace(plan, own=layer.own, against=against))
         except MissingPackageError:  # of which every other layer would say the same
             raise
         except EcornnError as error:

@@ -1,8 +1,7 @@
 """The checks of ``ecornn check-cell``: a cell with every schedule and type, at a small size.
 
 A CPU's modules are built and run, and held against the te step in NumPy float64 (``interpreter.py``); their gradients
-against those that were derived, once these agree with differences of that step. A GPU's code is generated, not run.
-"""
+against those that were derived, once these agree with differences of that step. A GPU's code is generated, not run."""
 
 from __future__ import annotations
 
@@ -37,19 +36,13 @@ FAINT = 1e-6  # a gradient is held against the largest one's norm, times this, i
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The outcome of one check.
-
-    Attributes
-    ----------
-    result : ``right`` or ``wrong`` where code was run, else ``yes`` or ``no``; ``fails``: an error that says nothing of
-        the cell, or none that ecornn raises on purpose; ``""``: not tried
-    error, limit : relative error of what was run, and the largest that is right
-    why : the reason of anything but a success"""
+    """The outcome of one check: ``right`` or ``wrong`` where code was run, else ``yes`` or ``no``; ``fails``: an error
+    that says nothing of the cell, or none that ecornn raises on purpose; ``""``: not tried."""
 
     result: str
-    error: float | None = None
-    limit: float | None = None
-    why: str = ""
+    error: float | None = None  # relative, of what was run
+    limit: float | None = None  # the largest that is right
+    why: str = ""  # of anything but a success
 
 
 UNTRIED = Outcome("")
@@ -66,32 +59,23 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The report on a cell.
-
-    Attributes
-    ----------
-    input, hidden, batch, steps : I, H, B and T that were tried
-    analysis : of the step
-    wide : of the step with I unlike H
-    exchanges : their number in a step
-    derivative : whether gradients can be derived from the step, and agree with differences of the te step
-    rows : one for each schedule and type"""
+    """The report on a cell: input, hidden, batch, steps are I, H, B and T that were tried."""
 
     cell: str
     input: int
     hidden: int
     batch: int
     steps: int
-    analysis: Outcome
-    wide: Outcome
-    exchanges: int
-    derivative: Outcome
-    rows: tuple[Row, ...]
+    analysis: Outcome  # of the step
+    wide: Outcome  # of the step with I unlike H
+    exchanges: int  # their number in a step
+    derivative: Outcome  # whether gradients can be derived from the step, and agree with differences of the te step
+    rows: tuple[Row, ...]  # one for each schedule and type
 
     @property
     def good(self) -> bool:
         """True where the step was analysed, and all that was tried is right or refused for a reason."""
-        every = (self.analysis, self.derivative, *(o for r in self.rows for o in (r.forward, r.gradients)))
+        every = self.derivative, *(o for r in self.rows for o in (r.forward, r.gradients))
         return self.analysis.result == YES and all(o.result not in (WRONG, FAILS) for o in every)
 
 
@@ -109,15 +93,16 @@ def attempt(function: Callable[[], Outcome]) -> Outcome:
 
 def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int, devices: list[Device],
                told: Callable[[str], None] = lambda _: None) -> Report:
-    """Carries out all checks. ``input`` None: another size than H where the cell takes one; ``told`` is called with
-    words that say what comes next."""
+    """All checks. ``input`` None: another size than H where the cell takes one; ``told`` gets words on what comes
+    next."""
 
     def analysed(size: int) -> Outcome:
         analyse(cell, cell.row_width(size, hidden), hidden)
         return Outcome(YES)
 
-    wide = attempt(lambda: analysed(input or hidden * 5 // 8 or 1))
-    size = input or (hidden * 5 // 8 or 1 if wide.result == YES else hidden)
+    other = input or hidden * 5 // 8 or 1
+    wide = attempt(lambda: analysed(other))
+    size = other if input or wide.result == YES else hidden
     analysis = wide if size != hidden else attempt(lambda: analysed(hidden))
     if analysis.result != YES:
         return Report(spec, size, hidden, batch, oracle.STEPS, analysis, wide, 0, UNTRIED, ())
@@ -137,13 +122,11 @@ class Checks:
 
     def __init__(self, cell: Cell, input: int, hidden: int, batch: int) -> None:
         self.cell, self.input, self.hidden, self.batch = cell, input, hidden, batch
-        self.identity = cell.identity()
-        self.derivable = False
+        self.identity, self.width, self.derivable = cell.identity(), cell.row_width(input, hidden), False
 
     def work(self, dtype: str, weights: str | None = None, precision: str | None = None) -> Workload:
         """The workload of the layer in a type."""
-        width = self.cell.row_width(self.input, self.hidden)
-        return Workload(self.identity, self.hidden, width, self.batch, oracle.STEPS, dtype, weights, precision)
+        return Workload(self.identity, self.hidden, self.width, self.batch, oracle.STEPS, dtype, weights, precision)
 
     def inputs(self, work: Workload) -> tuple[oracle.Inputs, adjoint_oracle.Upstream]:
         """Random inputs, and gradients of y and of the last states."""
@@ -156,8 +139,7 @@ class Checks:
 
     def derived(self, given: oracle.Inputs, upstream: adjoint_oracle.Upstream) -> Backpropagated:
         """The gradients that the analysis derives, in float64."""
-        width = self.cell.row_width(self.input, self.hidden)
-        backward = adjoint(analyse(self.cell, width, self.hidden), self.hidden)
+        backward = adjoint(analyse(self.cell, self.width, self.hidden), self.hidden)
         return carry_out(backward, given.x, given.shaped, given.states, *upstream)
 
     def derivative(self) -> Outcome:
@@ -165,24 +147,20 @@ class Checks:
         given, upstream = self.inputs(self.work("float32"))
         gradients = self.derived(given, upstream)
         self.derivable = True
-        fault = adjoint_oracle.disagreement(self.cell, given, upstream, gradients, np.random.default_rng(1))
-        return Outcome(WRONG, why=f"the derived gradient {fault} is not the slope of the te step") if fault else \
-            Outcome(RIGHT)
+        if fault := adjoint_oracle.disagreement(self.cell, given, upstream, gradients, np.random.default_rng(1)):
+            return Outcome(WRONG, why=f"the derived gradient {fault} is not the slope of the te step")
+        return Outcome(RIGHT)
 
-    # -- CPUs -----------------------------------------------------------------------------------
     def on_cpu(self, device: Device) -> Iterator[Row]:
         """A row for each schedule and type, built and run."""
         for schedule in candidates(device):
-            types: list[tuple[str, str | None]] = [(dtype, None) for dtype in SERVED["llvm"]]
-            for dtype, weights in types + [("float32", w) for w in schedule.weights]:
+            for dtype, weights in (*((d, None) for d in SERVED["llvm"]), *(("float32", w) for w in schedule.weights)):
                 forward, gradients = self.run_one(device, schedule, dtype, weights)
                 yield Row("cpu", schedule.name, f"{weights} weights" if weights else dtype, forward, gradients)
 
-    def run_one(self, device: Device, schedule: Schedule, dtype: str,
-                weights: str | None) -> tuple[Outcome, Outcome]:
+    def run_one(self, device: Device, schedule: Schedule, dtype: str, weights: str | None) -> tuple[Outcome, Outcome]:
         """The outcomes of forward and of gradients."""
-        training = weights is None and self.derivable
-        work = self.work(dtype, weights)
+        training, work = weights is None and self.derivable, self.work(dtype, weights)
         given, upstream = self.inputs(work)
         layer: Any = None
         untrained: Exception | None = None  # why there is no module that trains
@@ -219,7 +197,6 @@ class Checks:
 
         return attempt(forward), attempt(gradients) if training else UNTRIED
 
-    # -- GPUs -----------------------------------------------------------------------------------
     def on_gpu(self, device: Device) -> Iterator[Row]:
         """A row for each schedule and type, whose code is generated."""
 
@@ -228,9 +205,8 @@ class Checks:
             task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
             return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
 
-        types: list[tuple[str, str | None]] = [("float32", None), ("float32", "tf32")]
         for schedule in candidates(device):
-            for dtype, precision in types + [(d, None) for d in SERVED["cuda"][1:]]:
+            for dtype, precision in (("float32", None), ("float32", "tf32"), *((d, None) for d in SERVED["cuda"][1:])):
                 task = make_task(self.cell, self.work(dtype, None, precision), device)
                 yield Row(device.arch, schedule.name, precision or dtype, attempt(partial(generated, schedule, task)),
                           attempt(partial(training, schedule, task)) if self.derivable else UNTRIED)
@@ -242,8 +218,7 @@ def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | 
     for one, of in filter(None, ((schedule, task), backward)):
         why = one.serves(of)
         config = {} if why else one.default(of)
-        why = why or one.check(of, config)
-        if why:
+        if why := why or one.check(of, config):
             return Outcome(NO, why=why)
         chosen.append((one, config))
     first, config = chosen[0]
@@ -252,13 +227,13 @@ def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | 
 
 
 def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
-    """The outcome for pairs of result and wanted value: their largest relative error, where norms of wanted values
-    count as ``least`` at least."""
+    """The outcome for pairs of result and wanted value: the largest error, relative to a norm of ``least`` or more."""
     worst = 0.0
     for result, wanted in pairs:
         if not np.isfinite(wanted).all():
             raise CellError("from random states the te step has values in float64 that are not finite: name states "
                             "that are never below 0 in `nonnegative`")
         worst = max(worst, oracle.relative_error(result, wanted, max(least, 1e-30)))
-    return Outcome(RIGHT if worst <= limit else WRONG, worst, limit,
-                   "" if worst <= limit else f"relative error {worst:.1e}, limit {limit:.1e}")
+    if worst <= limit:
+        return Outcome(RIGHT, worst, limit)
+    return Outcome(WRONG, worst, limit, f"relative error {worst:.1e}, limit {limit:.1e}")

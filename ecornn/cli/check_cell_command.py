@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, load_tvm, plain_errors, said_while
+from ecornn.cells.naming import load_cell
+from ecornn.cli.common import SIZE, as_json, load_tvm, said_while, with_json
+from ecornn.targets import resolve
 
 if TYPE_CHECKING:
     from ecornn.cli.cell_checks import Outcome, Report
@@ -38,17 +40,13 @@ WIDTH = 80
 @click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch B.")
 @click.option("--target", "targets", multiple=True, metavar="cpu|ARCH", default=("cpu", "sm_90a"), show_default=True,
               help="This CPU, or a GPU's architecture, which needs no GPU. May be repeated.")
-@JSON
-@plain_errors
+@with_json
 def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], json: bool) -> None:
     """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
 
     Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
-    carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU.
-    """
-    from ecornn.cells.naming import load_cell
+    carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU."""
     from ecornn.cli.cell_checks import check_cell as checked
-    from ecornn.targets import resolve
 
     load_tvm()
     devices = [resolve(target) for target in dict.fromkeys(targets)]
@@ -77,11 +75,11 @@ def table(report: Report) -> str:
             text += f" [{notes.index(outcome.why) + 1}]"
         return text
 
-    exchanges = f"{report.exchanges} exchange{'s' * (report.exchanges != 1)} between units a step"
-    lines.append(f"the step can be analysed: {word(report.analysis)}" + f", {exchanges}" * (
-        report.analysis.result == "yes"))
-    if report.wide.result != "yes" and report.analysis.result == "yes":
-        lines.append(f"  with I unlike H: {word(report.wide)}")
+    lines.append(f"the step can be analysed: {word(report.analysis)}")
+    if report.analysis.result == "yes":
+        lines[-1] += f", {report.exchanges} exchange{'s' * (report.exchanges != 1)} between units a step"
+        if report.wide.result != "yes":
+            lines.append(f"  with I unlike H: {word(report.wide)}")
     lines.append(f"its derived gradients agree with differences: {word(report.derivative)}")
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for row in report.rows:
@@ -96,7 +94,7 @@ def table(report: Report) -> str:
         lines += [f"{device:<8}{schedule:<18}{first:<24}{key[2]:<15}{key[3]}".rstrip(),
                   *(f"{'':<26}{more}" for more in rest)]
         before = key[0], key[1]
-    lines += [""] if notes else []
+    lines += [""] * bool(notes)
     for n, note in enumerate(notes, 1):
         first, *rest = note.splitlines() or [""]
         lines += textwrap.wrap(f"[{n}] {first}", WIDTH, subsequent_indent="    ", break_long_words=False)

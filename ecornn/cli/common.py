@@ -22,6 +22,7 @@ import msgspec
 from ecornn.boundary import public
 from ecornn.dtypes import DTYPES
 from ecornn.errors import EcornnError, InternalError
+from ecornn.quick_tvm import import_tvm
 from ecornn.workload import BATCH, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,15 +65,13 @@ def plain_errors(function: F) -> F:
 
 
 class Heartbeat:
-    """Calls ``beat`` in a thread, within a context, whenever nothing was said for ``EVERY`` seconds. Whoever says
-    something holds :attr:`lock` and calls :meth:`said`."""
+    """Calls ``beat`` in a thread when nobody, holding :attr:`lock`, has called :meth:`said` for ``EVERY`` seconds."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self.beat, self.last, self.lock, self.ended = beat, time.monotonic(), threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def said(self) -> None:
-        """Something was said now."""
         self.last = time.monotonic()
 
     def due(self) -> float:
@@ -97,8 +96,7 @@ class Heartbeat:
 
 @contextlib.contextmanager
 def said_while(what: str) -> Iterator[Callable[[str], None]]:
-    """Says on standard error, every few seconds, what is going on: ``what``, or the text that the function which it
-    gives was last called with; on a terminal also at each call."""
+    """Says every few seconds, on stderr, ``what`` goes on, or what was told last; a terminal is told at once, too."""
     now = what
 
     def told(text: str) -> None:
@@ -133,13 +131,16 @@ def told_aloud() -> Iterator[Callable[[str], None]]:
 
 def load_tvm() -> None:
     """Imports TVM; the first time in an environment that takes many seconds."""
-    from ecornn.quick_tvm import import_tvm
-
     with said_while("loading TVM"):
         import_tvm()
 
 
 JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")
+
+
+def with_json(function: F) -> F:
+    """Decorates a command that has a result for programs, too: as :func:`plain_errors`, with the option --json."""
+    return JSON(plain_errors(function))
 
 
 def as_json(value: Any) -> None:
@@ -186,10 +187,8 @@ TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
 
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
-    """A decorator that adds the options of a workload, and with ``target`` --target.
-
-    ``required``: --cell and --hidden must be given; ``many``: each but the target may be given several times, and the
-    function gets tuples."""
+    """A decorator that adds the options of a workload, and with ``target`` --target. ``required``: --cell and --hidden
+    must be given; ``many``: each but the target may be given several times, and the function gets tuples."""
     options = []
     for name, settings in PROPERTIES.items():
         if name in Workload.__struct_fields__:
@@ -198,9 +197,7 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
                 more |= {"multiple": True, "help": settings["help"] + "  May be repeated."}
                 more |= {"default": (settings["default"],)} if "default" in settings else {}
             options.append(click.option(f"--{name}", **settings | more))
-    if target:
-        options.append(TARGET)
-    return every(options)
+    return every([*options, TARGET] if target else options)
 
 
 def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
@@ -227,7 +224,6 @@ class Formatter(click.HelpFormatter):
     """Click's, for narrow terminals, too."""
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Options or commands with what they mean."""
         super().write_dl(rows, col_max if self.width >= NARROW else NAMES, col_spacing)
 
     def write_text(self, text: str) -> None:
@@ -238,8 +234,6 @@ class Formatter(click.HelpFormatter):
 
 
 class Context(click.Context):
-    """The context of a command whose help fits its terminal."""
-
     formatter_class = Formatter
 
 
@@ -249,12 +243,10 @@ class Commands(click.Group):
     context_class = Context
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Adds a command, whose help is made to fit."""
         cmd.context_class = Context
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The table of commands."""
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
         with formatter.section("Commands"):

@@ -10,26 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import (
-    JSON,
-    PATH,
-    PROPERTIES,
-    SIZE,
-    as_json,
-    every,
-    layer_options,
-    load_tvm,
-    plain_errors,
-    said_while,
-)
+from ecornn.cli.common import PATH, PROPERTIES, SIZE, as_json, every, layer_options, load_tvm, said_while, with_json
+from ecornn.compiler import LayerPlan, build, build_archive, generate, plan_layer
 from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
+from ecornn.quick_tvm import import_tvm
+from ecornn.weight_files import check_place, check_shapes, read_layer, save, sizes_of
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
 if TYPE_CHECKING:
-    from ecornn.compiler import LayerPlan
     from ecornn.explain import Explanation, Part
 
 WISHES = ("auto", "none", *OVERLAPS)
@@ -50,8 +41,7 @@ class Asked:
     properties: dict[str, Any]
 
     def layer(self) -> tuple[LayerSpec, str, dict[str, Any]]:
-        """The layer, its target, and the weights that come with a model or a file of weights, by name. Raises
-        :class:`ArgumentError` where arguments do not go together, and the errors of LayerSpec."""
+        """The layer, its target, and the weights, by name, of a model or a file; refuses arguments that do not fit."""
         from ecornn.tune.choose import default_target
 
         given = {name: value for name, value in self.properties.items() if value not in (None, False)}
@@ -60,10 +50,9 @@ class Asked:
             if given.get(name, value) != value:
                 raise ArgumentError(f"--{name}", given[name], f"{value}, as {self.model or self.weights_from} says")
         layer = given | stated
-        for name in ("cell", "hidden"):
+        for name, other in (("cell", "MODEL.onnx"), ("hidden", "--weights-from FILE, or MODEL.onnx")):
             if name not in layer:
-                raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
-                                                                   ", or --weights-from FILE, or MODEL.onnx"))
+                raise ArgumentError(f"--{name}", None, f"a value, or {other}")
         target = self.target or default_target()
         kind = "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
         layer.setdefault("dtype", "float32" if self.model is not None else usual_dtype(kind, layer.get("precision")))
@@ -71,13 +60,9 @@ class Asked:
 
     def plan(self, spec: LayerSpec, target: str, weights: dict[str, Any]) -> LayerPlan:
         """The plan of what :meth:`layer` returns. Raises what :func:`ecornn.compile` raises."""
-        from ecornn.compiler import plan_layer
-
         planned = plan_layer(spec, target=target, schedule=self.schedule,
                              config=dict(knob(c) for c in self.config), overlap=self.overlap)
         if self.weights_from is not None:
-            from ecornn.weight_files import check_shapes
-
             hidden = planned.workload.hidden
             parameters = planned.cell.parameters(planned.cell.own_input(planned.workload.input, hidden), hidden)
             check_shapes(weights, {planned.cell.parameter_name(name): (shape[0] * shape[1], *shape[2:])
@@ -117,8 +102,7 @@ def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The properties of a layer that a model or a file of weights has, and its weights. Raises :class:`ArgumentError`
-    for options that do not go together."""
+    """The properties of a layer, and its weights, of a model or a file of weights; refuses options that do not fit."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
     if prefix and weights is None:
@@ -127,8 +111,7 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         from ecornn.onnx import read
 
         layer = read(model, node)
-        own = [name for name, value in layer.inputs.items() if value is not None]
-        if own:
+        if own := [name for name, value in layer.inputs.items() if value is not None]:
             click.echo(f"the files do not hold the node's constant {', '.join(own)}: give them at each call", err=True)
         return {"cell": layer.cell.identity(), "hidden": layer.hidden, "input": layer.input, "layers": 1,
                 "bidirectional": layer.direction == "bidirectional", "reverse": layer.direction == "reverse",
@@ -137,15 +120,12 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
         return {}, {}
-    from ecornn.weight_files import read_layer, sizes_of
-
     values = read_layer(weights, prefix)
     return sizes_of(values), values
 
 
 def knob(text: str) -> tuple[str, int | str | bool]:
-    """The name and value of ``NAME=VALUE``: an integer, true or false, or a word. Raises :class:`ArgumentError` for
-    another text."""
+    """The name and value of ``NAME=VALUE``: an integer, true or false, or a word; refuses another text."""
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
         raise ArgumentError("--config", text, "KNOB=VALUE")
@@ -180,18 +160,15 @@ EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm"
               "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
               "needs --emit-to, and so does an archive, a static library for C and C++ with a header beside it.")
 @click.option("--emit-to", type=PATH, metavar="FILE", help="Write it to this file instead.")
-@JSON
+@with_json
 @click.version_option(package_name="ecornn")
-@plain_errors
 @safe_interrupts(*ENDING)
 def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, json: bool) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
-    weights of an ONNX node are written beside it, as FILE.safetensors.
-    """
+    weights of an ONNX node are written beside it, as FILE.safetensors."""
     from ecornn.build.module import name_of
-    from ecornn.compiler import build, build_archive, generate
 
     load_tvm()
     if output is None and emit is None:
@@ -216,21 +193,18 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
     click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():
-        of = f" of {labels}" if labels else ""
-        click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)
+        click.echo(f"schedule{f' of {labels}' if labels else ''}: {chosen}\nwhy: {why}", err=True)
     written: list[Path | None] = []
     with said_while("compiling"):
         generated = build(planned, output) if output is not None else generate(planned)
     if output is not None:
         click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
-        weights_from = asked.weights_from
+        written, weights_from = [output], asked.weights_from
         if asked.model is not None:
-            from ecornn.weight_files import save
-
             weights_from = output.with_suffix(".safetensors")
             save(weights_from, bound)
             click.echo(f"wrote {weights_from}", err=True)
-        written = [output, weights_from] if asked.model is not None else [output]
+            written.append(weights_from)
         if weights_from is not None:
             more = f", prefix={asked.prefix!r}" if asked.prefix else ""
             click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
@@ -249,7 +223,6 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
 
 
 def show(text: str, file: Path | None) -> None:
-    """Prints a text, or writes it to a file."""
     if file is None:
         click.echo(text)
     else:
@@ -266,8 +239,7 @@ def step_of(layer: LayerSpec) -> str:
 
 
 def check_files(model: Path | None, weights: Path | None, output: Path | None, code: Path | None) -> None:
-    """Raises :class:`ArgumentError` where a file that is written would replace one that is read, one that is written
-    beside it, or one that is no earlier module."""
+    """Refuses to write over what is read, over what is written beside it, or over what is no earlier module."""
     beside = output.with_suffix(".safetensors") if output is not None and model is not None else None
     if code is not None and any(same(code, other) for other in (model, weights, output, beside)):
         raise ArgumentError("--emit-to", str(code), "a file name of its own")
@@ -276,16 +248,13 @@ def check_files(model: Path | None, weights: Path | None, output: Path | None, c
     if output.suffix.lower() == ".safetensors" or any(same(output, given) for given in (model, weights)):
         raise ArgumentError("--output", str(output), "a file name of its own, such as FILE.so")
     if beside is not None:
-        from ecornn.weight_files import check_place
-
         check_place(beside)
 
 
 def same(path: Path, other: Path | None) -> bool:
     """True where both name one file, which need not exist."""
-    if other is None:
-        return False
-    return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
+    return other is not None and (path.resolve() == other.resolve()
+                                  or (path.exists() and other.exists() and path.samefile(other)))
 
 
 EXPLAINING = """\b
@@ -301,15 +270,13 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
 
 @click.command(epilog=EXPLAINING)
 @plan_options
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def explain(asked: Asked, json: bool) -> None:
     """Says what a layer is compiled to, and why: takes what `ecornn compile` takes, and builds nothing.
 
     What the step is, which schedules serve it and which do not, what was chosen by which record, what it takes on the
-    chip, and how long a step should take beside the least that it can. A GPU by its name needs none.
-    """
+    chip, and how long a step should take beside the least that it can. A GPU by its name needs none."""
     from ecornn.explain import explain as explained
 
     load_tvm()
@@ -340,9 +307,8 @@ def _step(part: Part) -> Iterator[str]:
     if step.hoisted:
         yield f"  {_many(step.hoisted, 'product')} of x, for all steps at once, before the recurrence or beside it"
     if step.travels:
-        each = "; then ".join(", ".join(names) or "nothing" for names in step.travels)
         yield (f"  {_many(step.products, 'product')} in {_many(len(step.travels), 'exchange')} between units a step, "
-               f"of {each}")
+               "of " + "; then ".join(", ".join(names) or "nothing" for names in step.travels))
     else:
         yield "  no product of a state: units need nothing of each other"
     if step.statistics:
@@ -357,26 +323,20 @@ def _step(part: Part) -> Iterator[str]:
 def _choice(part: Part) -> Iterator[str]:
     yield "schedules"
     for one in part.schedules:
-        mark = "->" if one.chosen else "  "
-        if one.refuses is not None:
-            yield f"  {mark} {one.schedule:16} no: {one.refuses}"
-        else:
-            said = f"{one.expected_us:.3g} µs a step expected of its default" if one.expected_us else "serves"
-            yield f"  {mark} {one.schedule:16} {said}"
+        said = f"{one.expected_us:.3g} µs a step expected of its default" if one.expected_us else "serves"
+        said = said if one.refuses is None else f"no: {one.refuses}"
+        yield f"  {'->' if one.chosen else '  '} {one.schedule:16} {said}"
     yield f"chosen: {part.schedule} {' '.join(f'{k}={v}' for k, v in part.config.items())}"
     yield f"why: {part.why}"
-    chip = [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]
-    if chip:
+    if chip := [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]:
         yield f"on the chip: {', '.join(chip)}"
     if part.held_bytes:
-        held = ", ".join(f"{size:,} bytes in {where}" for where, size in part.held_bytes.items())
-        yield f"weights of a block: {held}"
+        yield "weights of a block: " + ", ".join(f"{size:,} bytes in {at}" for at, size in part.held_bytes.items())
 
 
 def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     words = []
-    if part.record is not None:
-        r = part.record
+    if r := part.record:
         words.append(f"{r.us:.4g} µs a step by the record [{r.p20_us:.4g}, {r.p80_us:.4g}] on {r.device} "
                      f"with B={r.batch} T={r.seq}")
     if part.expected_us is not None:
@@ -384,8 +344,7 @@ def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     yield f"expected: {'; '.join(words) or 'nobody can say before it is measured'}"
     if part.stages_us:
         yield f"the estimate: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
-    if part.floor is not None:
-        f = part.floor
+    if f := part.floor:
         yield (f"floor: {f.total_us:.3g} µs a step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
                f"hoisted product {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}; no kernel that hides none of them behind "
                "another is faster")
@@ -421,19 +380,16 @@ Examples:
               "execution provider.  [default: cuda if there is a GPU, else cpu]")
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Time ONNX Runtime's own nodes and "
               "compiled ones, in turns, and leave alone what does not gain. A model for another machine is not timed.")
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
                  measure: bool, json: bool) -> None:
     """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.
 
     Other nodes stay as they are, and so do those that cannot be compiled or do not gain, which are named with the
-    reason.
-    """
+    reason."""
     from ecornn.onnxruntime import rewrite
     from ecornn.onnxruntime.rewriting import milliseconds
-    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype, measure=measure)
@@ -448,9 +404,9 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
                    f"{before / after:.2f}x as fast", err=True)
     elif not rewritten.taken:
         click.echo("nothing is gained: the new model is as the old one", err=True)
-    options = f'ecornn.onnxruntime.session_options("{rewritten.model}")'
     click.echo(f"wrote {rewritten.model} and {rewritten.library.parent}\n"
-               f'use it: onnxruntime.InferenceSession("{rewritten.model}", {options})\n'
+               f'use it: onnxruntime.InferenceSession("{rewritten.model}", '
+               f'ecornn.onnxruntime.session_options("{rewritten.model}"))\n'
                f'without ecornn: SessionOptions.register_custom_ops_library("{rewritten.library}")', err=True)
     if json:
         as_json({"model": str(rewritten.model), "library": str(rewritten.library),

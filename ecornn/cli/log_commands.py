@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, PATH, Commands, as_json, plain_errors, said_while
+from ecornn.cli.common import PATH, Commands, as_json, said_while, with_json
 from ecornn.errors import ArgumentError, RecordError
 from ecornn.interrupts import ENDING, safe_interrupts
+from ecornn.tuning_logs import shipped_folder, user_folder
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log, TrialLine
@@ -52,19 +53,15 @@ NEW = click.option("-o", "--output", required=True, type=PATH, metavar="LOG.json
 
 
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
-    """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
-    :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
+    """The files' content, or every log's; problems go to stderr. ``strict`` refuses a file with text, but no record."""
     from ecornn.tune.log import Log, read, read_all
 
-    if files:
-        content = Log()
-        for path in files:
-            one = read(path)
-            if strict and one.problems and not one.lines and not one.newer:
-                raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
-            content.extend(one)
-    else:
-        content = read_all()
+    content = Log() if files else read_all()
+    for path in files:
+        one = read(path)
+        if strict and one.problems and not one.lines and not one.newer:
+            raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
+        content.extend(one)
     for problem in content.problems:
         click.echo(f"skipped {problem}", err=True)
     return content
@@ -72,13 +69,11 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
 
 @log.command()
 @FILES
-@JSON
-@plain_errors
+@with_json
 def ls(files: tuple[Path, ...], json: bool) -> None:
     """Lists log files: runs, trials, failures."""
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
-    from ecornn.tuning_logs import shipped_folder, user_folder
 
     content = collect(files, strict=True)
     if not files and not json:
@@ -89,8 +84,7 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
         records = [line.record for line in lines]
         trials = [r for r in records if isinstance(r, Trial) and r.stage == "search"]
         runs = {r.run for r in records if isinstance(r, Start)}
-        failed = sum(1 for t in trials if t.error)
-        done = len(runs - under_way(lines))
+        failed, done = sum(bool(t.error) for t in trials), len(runs - under_way(lines))
         listed.append({"file": str(path), "runs": len(runs), "finished": done, "trials": len(trials), "failed": failed})
         if not json:
             click.echo(f"{path}: {len(runs)} runs ({done} finished), {len(trials)} trials, {failed} failed")
@@ -102,19 +96,23 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
 
 @log.command()
 @FILES
-@JSON
-@plain_errors
+@with_json
 def best(files: tuple[Path, ...], json: bool) -> None:
     """Prints the fastest trial of each workload and device."""
-    from ecornn.schedules import revisions
-    from ecornn.tune.selection import best_lines
-
-    lines = best_lines(collect(files, strict=True), revisions())
+    lines = fastest(collect(files, strict=True))
     if json:
         as_json([{"file": str(line.path), "line": line.number, "trial": line.record} for line in lines])
         return
     for line in lines:
         click.echo(f"{text_of(line)}  ({line.place})")
+
+
+def fastest(content: Log) -> list[TrialLine]:
+    """The best trial of each workload and device, by the present revisions of schedules."""
+    from ecornn.schedules import revisions
+    from ecornn.tune.selection import best_lines
+
+    return best_lines(content, revisions())
 
 
 def text_of(line: TrialLine) -> str:
@@ -129,13 +127,11 @@ def text_of(line: TrialLine) -> str:
 
 @log.command()
 @FILES
-@JSON
-@plain_errors
+@with_json
 def stats(files: tuple[Path, ...], json: bool) -> None:
     """Counts by device: workloads, trials, failures and their reasons, stale and noisy records.
 
-    And how much faster than the untuned default the best of each workload is.
-    """
+    And how much faster than the untuned default the best of each workload is."""
     counted = counts(collect(files, strict=True))
     if json:
         as_json(counted)
@@ -163,11 +159,10 @@ def counts(content: Log) -> list[dict[str, Any]]:
 
     revision, counted, trials = revisions(), [], content.trials()
     devices = {t.run: (t.device.name, t.device.arch) for t in trials}
+    finished = [line.record for line in content.lines if isinstance(line.record, Finish)]
     for device in sorted(set(devices.values())):
         mine = [t for t in trials if devices[t.run] == device]
-        search = [t for t in mine if t.stage == "search"]
-        done = [line.record for line in content.lines
-                if isinstance(line.record, Finish) and devices.get(line.record.run) == device]
+        search, done = [t for t in mine if t.stage == "search"], [f for f in finished if devices.get(f.run) == device]
         gains = sorted(f.default_us / f.best_us for f in done if f.best_us and f.default_us)
         counted.append({
             "device": device[0], "arch": device[1], "workloads": len({t.workload for t in mine}),
@@ -192,9 +187,7 @@ def merged(lines: Iterable[Line]) -> Merged:
 
 
 def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
-    """Writes a new log, with these lines of a newer ecornn as they are; the result for programs.
-
-    Raises :class:`ArgumentError` where the file exists."""
+    """Writes a new log, with these lines of a newer ecornn as they are, and returns the result for programs."""
     from ecornn.tune.log import rewrite
 
     if output.exists():
@@ -209,29 +202,27 @@ def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str,
     click.echo(f"wrote {len(union.lines)} records to {output}"
                + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread), err=True)
     return {"file": str(output), "records": len(union.lines), "newer": len(unread),
-            "kept_out": [str(conflict) for conflict in union.conflicts]}
+            "kept_out": [*map(str, union.conflicts)]}
 
 
 def tell(there: Log) -> None:
     """Says which lines of a file that is written again cannot be read."""
     for problem in there.problems:
         click.echo(f"not read {problem}", err=True)
-    lost = len(there.problems) - len(there.newer)
     if there.problems:
-        click.echo(f"{lost} damaged lines are dropped, {len(there.newer)} of a newer ecornn stay", err=True)
+        click.echo(f"{len(there.problems) - len(there.newer)} damaged lines are dropped, {len(there.newer)} of a newer "
+                   "ecornn stay", err=True)
 
 
 @log.command(name="merge")
 @GIVEN
 @NEW
-@JSON
-@plain_errors
+@with_json
 def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
     """Makes one log of several: their union, the same whatever their order.
 
     Equal records count once. Of records that contradict each other the one that promises less is
-    kept; those, and damaged lines, are reported with file and line and kept out.
-    """
+    kept; those, and damaged lines, are reported with file and line and kept out."""
     written = write(output, merged(collect(files, strict=True).lines))
     if json:
         as_json(written)
@@ -242,31 +233,24 @@ def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
 @NEW
 @click.option("--best", "only_best", is_flag=True,
               help="Only the fastest trial of each workload and device: what an application ships.")
-@JSON
-@plain_errors
+@with_json
 def export(files: tuple[Path, ...], output: Path, only_best: bool, json: bool) -> None:
     """Writes one log to share, without the lines that are damaged. Without FILES: all there is."""
-    from ecornn.schedules import revisions
-    from ecornn.tune.selection import best_lines
-
     content = collect(files)
-    written = write(output, merged(best_lines(content, revisions()) if only_best else content.lines))
+    written = write(output, merged(fastest(content) if only_best else content.lines))
     if json:
         as_json(written)
 
 
 @log.command(name="import")
 @GIVEN
-@JSON
-@plain_errors
+@with_json
 def import_files(files: tuple[Path, ...], json: bool) -> None:
     """Adds records to imported.jsonl in your folder, where look-up finds them.
 
-    Records that are there already are not added again.
-    """
+    Records that are there already are not added again."""
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import event
-    from ecornn.tuning_logs import user_folder
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
     written: dict[str, Any] = {"file": str(target)}
@@ -277,7 +261,7 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
         known = {event(line.record) for line in there.lines}
         added = sum(event(line.record) not in known for line in joined.lines)
         click.echo(f"{added} records added to {target}, {len(joined.lines)} in all", err=True)
-        written.update(added=added, records=len(joined.lines), kept_out=[str(c) for c in joined.conflicts])
+        written.update(added=added, records=len(joined.lines), kept_out=[*map(str, joined.conflicts)])
         return joined.records
 
     rewrite(target, union)
@@ -291,14 +275,12 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
               help="Configurations of each workload and device, the fastest ones.")
 @click.option("-o", "--output", type=PATH, metavar="LOG.jsonl",
               help="File to write; must not exist.  [default: each file in place]")
-@JSON
-@plain_errors
+@with_json
 def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -> None:
     """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
 
     Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
-    stay.
-    """
+    stay."""
     from ecornn.schedules import revisions
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import worth_keeping
@@ -333,36 +315,31 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
               help="Percent that a time may have drifted.")
 @click.option("--target", metavar="cuda|cpu", help="Device.  [default: cuda if there is a GPU, else cpu]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draw and the data.")
-@JSON
-@plain_errors
+@with_json
 @safe_interrupts(*ENDING)
 def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | None, seed: int, json: bool) -> None:
     """Builds and measures a sample of records again, on this device, and reports drift.
 
     Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
-    revisions of their schedule and of cells that are not built in or have options are left out, and counted.
-    """
-    from ecornn.schedules import revisions
-    from ecornn.tune.selection import best_lines, sample
-    from ecornn.tune.selection import verify as measure
+    revisions of their schedule and of cells that are not built in or have options are left out, and counted."""
+    from ecornn.tune import selection
     from ecornn.tune.session import Session
 
     content = collect(files)
     checks: list[dict[str, Any]] = []
     with Session(target, seed=seed) as session, said_while("building modules") as told:
         device = session.device
-        drawn, left = sample(best_lines(content, revisions()), device, count, seed)
+        drawn, left = selection.sample(fastest(content), device, count, seed)
         for reason, number in left.items():
             click.echo(f"{number} left out, {reason}", err=True)
-        for check in measure(drawn, session):
+        for check in selection.verify(drawn, session):
             told(f"measured {len(checks) + 1}/{len(drawn)}")
+            line, outcome = check.line, check.outcome
             holds = check.drift is not None and abs(check.drift - 1) * 100 <= tolerance
-            checks.append({"file": str(check.line.path), "line": check.line.number, "trial": check.line.record,
-                           "times": check.outcome.times, "drift": check.drift, "noisy": check.outcome.noisy,
-                           "error": check.outcome.error, "holds": holds})
+            checks.append({"file": str(line.path), "line": line.number, "trial": line.record, "times": outcome.times,
+                           "drift": check.drift, "noisy": outcome.noisy, "error": outcome.error, "holds": holds})
             if not json:
-                click.echo(f"{'holds' if holds else 'DRIFTED':8}{text_of(check.line)}  {now(check)}  "
-                           f"({check.line.place})")
+                click.echo(f"{'holds' if holds else 'DRIFTED':8}{text_of(line)}  {now(check)}  ({line.place})")
     good = sum(check["holds"] for check in checks)
     if json:
         as_json({"device": device.name, "tolerance_percent": tolerance, "left_out": left, "checks": checks})
@@ -402,19 +379,16 @@ Examples:
 @click.option("--only", default="", metavar="TEXT", help="Layers whose name has this in it, as 'lstm T=300 B=20'.")
 @click.option("--results", multiple=True, type=PATH, metavar="FILE",
               help="Also show times of other libraries, as `ecornn bench --json` or --csv wrote them; several times.")
-@JSON
-@plain_errors
+@with_json
 def report(files: tuple[Path, ...], output: Path, searches: int, only: str, results: tuple[Path, ...],
            json: bool) -> None:
     """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
 
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
-    layers the best. Needs Jinja: pip install jinja2.
-    """
+    layers the best. Needs Jinja: pip install jinja2."""
     from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.log import read_all
-    from ecornn.tuning_logs import user_folder
 
     log = collect(files, strict=True) if files else read_all([user_folder()])
     if not log.trials():
@@ -429,8 +403,7 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     with said_while("the best of all layers") as told:
         page = render(log, most=searches, results=beside, told=told)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
-    size = output.stat().st_size
+    size = output.write_bytes(page.encode())
     click.echo(f"wrote {output} ({size / 1024:.0f} KiB)", err=True)
     if json:
         as_json({"page": str(output), "bytes": size, "logs": sorted({str(line.path) for line in log.lines}),

@@ -5,27 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors, said_while
+from ecornn.cli.common import as_json, plain_errors, said_while, with_json
 from ecornn.errors import EcornnError
 from ecornn.interrupts import ENDING, safe_interrupts
+from ecornn.targets import resolve
+from ecornn.tuning_logs import shipped_folder, user_folder
 
 
 @click.command()
-@JSON
-@plain_errors
+@with_json
 def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
     from ecornn.host_gpu import detect
-    from ecornn.targets import resolve
     from ecornn.tune.log import read_all
-    from ecornn.tune.record import Trial
-    from ecornn.tuning_logs import shipped_folder, user_folder
 
     said: dict[str, str] = {}
     missing: list[str] = []
@@ -42,8 +41,7 @@ def doctor(json: bool) -> None:
         here = [resolve("cpu")]
         with contextlib.suppress(EcornnError):
             here += filter(None, [detect()])
-    trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
-    mine = {(device.kind, device.arch) for device in here}
+    trials, mine = log.trials(), {(device.kind, device.arch) for device in here}
     apply = {t.workload for t in trials if (t.device.kind, t.device.arch) in mine and t.times}
     said["records"] = f"{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices"
     missing += [f"records: skipped {problem}" for problem in log.problems]
@@ -59,8 +57,7 @@ def cached() -> str:
     """The folder of the build cache, and its size."""
     from ecornn.build import cache
 
-    folder = cache.folder()
-    if folder is None:
+    if (folder := cache.folder()) is None:
         return f"off, by {cache.VARIABLE}={cache.OFF}"
     every = cache.entries(folder)
     return (f"{folder}: {len(every)} entries, {sum(size for _, size, _ in every) / 1e6:.0f} MB of at most "
@@ -75,7 +72,6 @@ def examined() -> dict[str, Callable[[], Finding]]:
     from ecornn.build.link import find_compiler
     from ecornn.build.nvcc import INSTALL
     from ecornn.host_gpu import detect, driver_version
-    from ecornn.targets import resolve
     from ecornn.tune.choose import cuda_compiler
 
     def cpu() -> Finding:
@@ -84,35 +80,32 @@ def examined() -> dict[str, Callable[[], Finding]]:
 
     def gpu() -> Finding:
         driver, found = driver_version(), detect()
-        if found is None:
-            what = "none" if driver is None else f"none (driver {driver})"
-            return what, ("no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
-                          if driver is None else "the driver is there, but it shows no GPU")
-        return f"{found.name} ({found.arch}), {found.cores} multiprocessors, driver {driver}", None
+        if found is not None:
+            return f"{found.name} ({found.arch}), {found.cores} multiprocessors, driver {driver}", None
+        if driver is not None:
+            return f"none (driver {driver})", "the driver is there, but it shows no GPU"
+        return "none", "no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
 
     def cuda() -> Finding:
         compiler = cuda_compiler()
         return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"
 
-    def package(name: str, use: str) -> Callable[[], Finding]:
+    def package(name: str, use: str) -> Finding:
         """``use`` says how to install it, and what for."""
-        def find() -> Finding:
-            try:
-                return version(name), None
-            except PackageNotFoundError:
-                return "none", use
-
-        return find
+        try:
+            return version(name), None
+        except PackageNotFoundError:
+            return "none", f"pip install {use}"
 
     return {
         "CPU": cpu, "GPU": gpu, "CUDA compiler": cuda, "C++ compiler": lambda: (" ".join(find_compiler()), None),
-        "TVM": package("apache-tvm", "pip install apache-tvm: needed to compile and tune"),
-        "tvm-ffi": package("apache-tvm-ffi", "pip install apache-tvm-ffi: needed to run modules"),
-        "XGBoost": package("xgboost-cpu", "pip install xgboost-cpu: needed to tune"),
-        "tornado": package("tornado", "pip install tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
+        "TVM": partial(package, "apache-tvm", "apache-tvm: needed to compile and tune"),
+        "tvm-ffi": partial(package, "apache-tvm-ffi", "apache-tvm-ffi: needed to run modules"),
+        "XGBoost": partial(package, "xgboost-cpu", "xgboost-cpu: needed to tune"),
+        "tornado": partial(package, "tornado", "tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
                            "measure with it on other machines' devices"),
-        "PyTorch": package("torch", "pip install torch: optional; `ecornn bench` compares with it, and tuning for a "
-                           "GPU times with its CUDA events")}
+        "PyTorch": partial(package, "torch", "torch: optional; `ecornn bench` compares with it, and tuning for a GPU "
+                           "times with its CUDA events")}
 
 
 SERVING = """\
@@ -141,8 +134,7 @@ run any program on these machines, --host and --allow-remote.
 @click.option("--address", help="What tuners connect to, where that is not --host.")
 @click.option("--allow-remote", is_flag=True,
               help="Other addresses than this machine's own. Whoever reaches them can run any code here.")
-@JSON
-@plain_errors
+@with_json
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool, json: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
@@ -193,8 +185,7 @@ def config(cflags: bool, libs: bool) -> None:
 
     flags = []
     if cflags:
-        folders = [str(resources.files("ecornn").joinpath("include")), libinfo.find_dlpack_include_path()]
-        flags += [f"-I{folder}" for folder in folders]
+        flags += [f"-I{resources.files('ecornn').joinpath('include')}", f"-I{libinfo.find_dlpack_include_path()}"]
     if libs:
         library = Path(libinfo.find_libtvm_ffi())
         # the module needs it, the program does not: the linker must keep it all the same

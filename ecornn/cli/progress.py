@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import statistics
 import subprocess
 import sys
 import time
@@ -28,20 +29,18 @@ PATIENCE = 20.0  # seconds, with the import of PyTorch
 
 
 class Meter:
-    """Shows how searches go on ``console``, of one layer or of many, some of them at the same time; a context manager
-    around them. On a terminal each search has a line of the bar, and many layers one for all of them; elsewhere the
-    latest one has a line of text, and where nothing is done for a while, what goes on."""
+    """Shows on ``console`` how searches go, some of them at the same time; a context manager around them. On a terminal
+    each has a line of the bar, and many layers one for all; elsewhere the latest one has a line of text now and
+    then."""
 
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
 
-        self.console, self.begun = console, time.monotonic()
-        self.clock = Heartbeat(self._beat)
+        self.console, self.begun, self.clock = console, time.monotonic(), Heartbeat(self._beat)
         self.lock = self.clock.lock
-        self.bar = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
-            progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self.bar = progress.Progress(progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
+                                     progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
+                                     progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self.all = self.bar.add_task("layers", total=layers, best="") if layers > 1 else None
         self.going: list[LayerMeter] = []
 
@@ -56,8 +55,7 @@ class Meter:
 
     @contextlib.contextmanager
     def layer(self, name: str, training: bool = False) -> Iterator[LayerMeter]:
-        """Shows the search of a layer, or the two of one that trains. ``name``, as ``[2/7]``, tells it from others; it
-        is empty where there are none."""
+        """Shows the searches of a layer. ``name``, as ``[2/7]``, tells it from others; empty where there are none."""
         one = LayerMeter(self, name, training)
         with self.lock:
             self.going.append(one)
@@ -78,15 +76,12 @@ class Meter:
 
     def _beat(self) -> None:
         if self.going and not self.console.is_terminal:
-            latest = self.going[-1]
-            more = f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
-            so_far = f"{time.monotonic() - self.begun:.0f} s so far"
-            self.print(f"{latest.name} {latest.now}{more}, {so_far}".strip())
+            latest, more = self.going[-1], f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
+            self.print(f"{latest.name} {latest.now}{more}, {time.monotonic() - self.begun:.0f} s so far".strip())
 
 
 class LayerMeter:
-    """A layer's part of a :class:`Meter`. The best is also held against ``torch_us``, µs per step of PyTorch's layer,
-    once that is known."""
+    """A layer's part of a :class:`Meter`; ``torch_us``, once it is known, are µs per step of PyTorch's layer."""
 
     def __init__(self, meter: Meter, name: str, training: bool) -> None:
         self.meter, self.name, self.training = meter, name, training
@@ -128,16 +123,14 @@ def standing(now: Progress, torch_us: float | None = None) -> str:
 
 def duration(seconds: float) -> str:
     """``45 s``, ``2:05``, ``1:00:00``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def torch_us(work: Workload, device: Device) -> float | None:
-    """µs a step of PyTorch's layer, timed in a process of its own, which this one need not import PyTorch for; None
-    where there is no such layer, no PyTorch for the device, or no time within ``PATIENCE``."""
+    """µs a step of PyTorch's layer, timed in another process; None if there is no such layer or PyTorch, or no time."""
     if importlib.util.find_spec("torch") is None or work.cell not in TORCH or work.weights or work.backward:
         return None
     asked = msgspec.json.encode((device.kind, work)).decode()
@@ -150,20 +143,18 @@ def torch_us(work: Workload, device: Device) -> float | None:
 
 def _main(asked: str) -> None:
     """Prints the median of a few runs."""
-    import statistics
-
     import torch
 
     from ecornn.tune.timing import Contestant, event_clock, race, wall_clock
 
     kind, work = msgspec.json.decode(asked, type=tuple[str, Workload])
+    place, clock = ("cuda", event_clock) if kind == "cuda" else ("cpu", wall_clock)
     if kind == "cuda":
         torch.backends.cudnn.allow_tf32 = work.precision == "tf32"  # exact float32 against exact float32
     layer = layer_of(work, SINGLE, kind)
-    x = torch.rand(work.seq, work.batch, work.input).to(device="cuda" if kind == "cuda" else "cpu",
-                                                        dtype=getattr(torch, work.dtype))
+    x = torch.rand(work.seq, work.batch, work.input).to(device=place, dtype=getattr(torch, work.dtype))
     with torch.inference_mode():
-        (times,) = race([Contestant(lambda: layer(x), event_clock if kind == "cuda" else wall_clock)], seconds=SECONDS)
+        (times,) = race([Contestant(lambda: layer(x), clock)], seconds=SECONDS)
     print(statistics.median(times) / work.seq * 1e6)
 
 

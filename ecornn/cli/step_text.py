@@ -30,27 +30,24 @@ BITS: dict[str, int | Fraction] = {
 
 
 def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
-    """The step of one layer in words: values that are computed once, those for all steps at once, and those in each
-    step between two exchanges of units; values that live from one exchange to a later one; and bytes."""
-    names = Names(graph)
+    """The step of a layer in words: values computed once, for all steps at once, and in each step between two exchanges
+    of units; values that live from one exchange to a later one; and bytes."""
+    names, own = Names(graph), graph.own_input(work.input, work.hidden)
     beside = f" beside {', '.join(graph.inputs)}" if graph.inputs else ""
-    own = graph.own_input(work.input, work.hidden)
     lines = [f"{work.cell.partition('@')[0]}: I = {own}{beside}, H = {work.hidden}, B = {work.batch}, {work.dtype}"]
-    lines += [f"the first of {stack.layers} layers; the others have I = {work.hidden * (1 + stack.bidirectional)}"] \
-        if stack.layers > 1 else []
+    if stack.layers > 1:
+        lines += [f"the first of {stack.layers} layers; the others have I = {work.hidden * (1 + stack.bidirectional)}"]
     lines += ["", *(f"{n} {s}: {what(s)}" for n, s in graph.parameters.items())]
 
     def block(title: str, *parts: Iterable[str]) -> None:
-        text = [line for part in parts for line in part]
-        if text:
+        if text := [line for part in parts for line in part]:
             lines.extend(["", title, *(line for one in text for line in wrapped(one))])
 
     block("Once, of parameters alone:", names.assigned(graph.invariants))
     block(f"For all steps at once, of x{' and inputs' if graph.inputs else ''}:",
           names.multiplied(graph.hoisted_products), names.assigned(graph.hoisted),
           names.summed(graph.hoisted_statistics), names.assigned(graph.normalized))
-    lines += ["", "In each step:"]
-    lines += [line for one in names.assigned(graph.prologue) for line in wrapped(one)]
+    lines += ["", "In each step:", *(line for one in names.assigned(graph.prologue) for line in wrapped(one))]
     alive = carried(graph)
     for p, phase in enumerate(graph.phases):
         live = [v for v, since in alive.items() if since == p - 1]
@@ -67,9 +64,9 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
 
 def what(shape: Sequence[int]) -> str:
     """A parameter of that shape in words, as ``4 matrices from 8 values to 8``."""
-    kind = f"from {shape[2]} values to {shape[1]}" if len(shape) == 3 else f"of {shape[1]}"
-    one, many = ("matrix", "matrices") if len(shape) == 3 else ("vector", "vectors")
-    return f"{shape[0]} {one if shape[0] == 1 else many} {kind}"
+    if len(shape) == 3:
+        return f"{shape[0]} {'matrix' if shape[0] == 1 else 'matrices'} from {shape[2]} values to {shape[1]}"
+    return f"{shape[0]} vector{'s' * (shape[0] != 1)} of {shape[1]}"
 
 
 def wrapped(text: str, depth: int = 1) -> list[str]:
@@ -133,9 +130,8 @@ class Names:
             plain = len(terms) == 1 and not terms[0].transposed and terms[0].heads == 1
             key = (terms[0].parameter, terms[0].operand) if plain else (v,)
             gates_of.setdefault(key, []).append(terms[0].gate if len(key) == 2 else 0)
-        return ", ".join(
-            f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
-            else self.text(key[0]) for key, gates in gates_of.items())
+        return ", ".join(f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
+                         else self.text(key[0]) for key, gates in gates_of.items())
 
     def operand(self, v: Var | None) -> str:
         """The name of what a product multiplies; x where it is None."""
@@ -147,8 +143,7 @@ class Names:
         sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
         summed, compared = (self.listed(o for s in phase.statistics if s.largest is kind for o in s.operands)
                             for kind in (False, True))
-        return "; ".join(filter(None, (f"{sees} {seen}" if seen else "",
-                                       f"units add up {summed}" if summed else "",
+        return "; ".join(filter(None, (f"{sees} {seen}" if seen else "", f"units add up {summed}" if summed else "",
                                        f"units find the largest of {compared}" if compared else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:
@@ -162,8 +157,8 @@ class Names:
     def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:
         """Sums and maxima over units, one a line."""
         for s in statistics:
-            kind = "maximum" if s.largest else "sum"
-            yield f"{self.names[s.total]} = {kind} over {s.over} of {self.listed(s.operands)}"
+            yield (f"{self.names[s.total]} = {'maximum' if s.largest else 'sum'} over {s.over} of "
+                   f"{self.listed(s.operands)}")
             if s.squares is not None:
                 yield f"{self.names[s.squares]} = sum of the squares of their distances from the mean"
 
@@ -175,8 +170,7 @@ def bracketed(text: str, own: float, tight: float) -> str:
 
 def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
     """Bytes of a step, and of weights."""
-    row = work.batch * work.hidden
-    item, wide = work.itemsize, max(4, work.itemsize)
+    row, item, wide = work.batch * work.hidden, work.itemsize, max(4, work.itemsize)
     seen = [v for phase in graph.phases for v in phase.operands]
     sent = sum(len(phase.operands) * (narrow_of(phase)[1] or work.hidden) for phase in graph.phases)
     sums = sum(len(s.made) for s in graph.statistics)

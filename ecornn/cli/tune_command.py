@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ecornn.cli.common import JSON, PATH, STOPPED, as_json, layer_options, load_tvm, plain_errors, said_while
+from ecornn.cli.common import PATH, STOPPED, as_json, layer_options, load_tvm, said_while, with_json
 from ecornn.errors import ArgumentError, CellError, DTypeError, ScheduleError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
@@ -73,34 +73,29 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
               help="Seconds one build, and one measurement, may take.")
 @click.option("--time-limit", type=click.FloatRange(min=1.0),
               help="Seconds for the whole run of a layer, earlier sessions included.")
-@click.option("--early-stop/--no-early-stop", default=True, show_default=True,
-              help="End after 59 trials in a row that were not faster by 1%: at 95% confidence fewer than one "
-                   "in twenty more would be.")
+@click.option("--early-stop/--no-early-stop", default=True, show_default=True, help="End after 59 trials in a row that "
+              "were not faster by 1%: at 95% confidence fewer than one in twenty more would be.")
 @click.option("--seed", type=click.IntRange(min=0, max=1 << 30), default=0, show_default=True,
               help="Of the search and of the random data.")
-@click.option("--resume/--no-resume", default=True, show_default=True,
-              help="Go on with the run that the log has.")
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with the run that the log has.")
 @click.option("--output", type=PATH, metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
 @click.option("--schedule", help="Search this schedule only.")
-@click.option("--torch/--no-torch", default=True, show_default=True,
-              help="Where PyTorch is installed, time its layer first, a few seconds, and show the best so far against "
-                   "it.")
+@click.option("--torch/--no-torch", default=True, show_default=True, help="Where PyTorch is installed, time its layer "
+              "first, a few seconds, and show the best so far against it.")
 @click.option("--tracker", metavar="HOST:PORT", help="Measure on the servers of this TVM RPC tracker.")
 @click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
 @click.option("--allow-remote", is_flag=True,
               help="A tracker on another machine. RPC is remote execution: trusted networks only.")
-@JSON
+@with_json
 @click.version_option(package_name="ecornn")
 @click.pass_context
-@plain_errors
 def tune(context: click.Context, target: str | None, timeout: float, seed: int, tracker: str | None, key: str,
          allow_remote: bool, torch: bool, json: bool, **options: Any) -> None:
     """Searches the fastest schedule and knobs of a layer, or of many.
 
     Builds run in processes that see no GPU; measurements run in one that is killed when a
-    candidate hangs. A candidate counts only if its output matches a float64 reference.
-    """
+    candidate hangs. A candidate counts only if its output matches a float64 reference."""
     layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
         with safe_interrupts(*ENDING):
@@ -112,8 +107,8 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
 
             console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
             done: list[Result] = []
-            with Session(target, timeout=timeout, seed=seed,
-                         tracker=found_tracker(tracker, key, allow_remote)) as session:
+            servers = found_tracker(tracker, key, allow_remote)
+            with Session(target, timeout=timeout, seed=seed, tracker=servers) as session:
                 good = all(run(console, session, layers, target, options, done, torch))
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
@@ -129,9 +124,9 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
 def asked_layers(context: click.Context, path: Path | None, given: dict[str, Any]) -> list[dict[str, Any]]:
     """The properties of each layer, from a file or the options of this command."""
     if path is None:
-        if missing := [name for name in ("cell", "hidden") if not given[name]]:
-            raise click.MissingParameter(ctx=context, param=next(p for p in context.command.params
-                                                                 if p.name == missing[0]))
+        missing = next((p for p in context.command.params if p.name in ("cell", "hidden") and not given[p.name]), None)
+        if missing is not None:
+            raise click.MissingParameter(ctx=context, param=missing)
         return combinations(given)
     if beside := [n for n in given if context.get_parameter_source(n) is not ParameterSource.DEFAULT]:
         raise click.UsageError(f"--{beside[0]} is in the lines of the file where there are --workloads", context)
@@ -142,10 +137,8 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
     """The tracker to measure with, warned of where it is another machine's."""
     from ecornn.tune.remote import Tracker, is_loopback
 
-    if address is None:
-        return None
-    tracker = Tracker.parse(address, key, allow_remote)
-    if not is_loopback(tracker.host):
+    tracker = Tracker.parse(address, key, allow_remote) if address is not None else None
+    if tracker is not None and not is_loopback(tracker.host):
         click.echo(f"warning: {tracker} and its servers are trusted with what they are sent; RPC is remote execution",
                    err=True)
     return tracker
@@ -153,8 +146,8 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
         options: dict[str, Any], done: list[Result], torch: bool) -> list[bool]:
-    """Tunes layers of the properties ``asked`` in turn, and adds results to ``done``; for each layer, whether it has a
-    best. One that no schedule serves does not end the rest."""
+    """Tunes layers in turn, and adds results to ``done``; says of each if it has a best. A failure does not end the
+    rest."""
     from rich.console import Console
 
     from ecornn.cli.progress import Meter, torch_us
@@ -187,11 +180,10 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
                 raise
             progress.print(f"{count}error: {error}", markup=False)
             return False
-        done.extend(results(result))
-        if len(layers) > 1:
-            for entry in results(result):
-                console.print(f"{count}{line(entry)}", markup=False)
-        return all(entry.best is not None for entry in results(result))
+        done.extend(both := results(result))
+        for entry in both if len(layers) > 1 else ():
+            console.print(f"{count}{line(entry)}", markup=False)
+        return all(entry.best is not None for entry in both)
 
     with Meter(progress, len(layers)) as meter:
         good = each(tune_one, layers, session)
@@ -202,18 +194,17 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             console.print(ONE_SEARCH)
         if done[0].best is not None:
             console.print("use it:\n  " + use_of(done[0], layers[0], target), markup=False)
-    if len(layers) > 1:
-        if any(layer.training for layer in layers) and session.device.kind == "llvm":
-            console.print(ONE_SEARCH)
-        use = ("ecornn compile" + (" --training" if layers[0].training else "")
-               + (f" --target {target}" if target else ""))
-        console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
+        return good
+    if any(layer.training for layer in layers) and session.device.kind == "llvm":
+        console.print(ONE_SEARCH)
+    use = "ecornn compile" + " --training" * layers[0].training + (f" --target {target}" if target else "")
+    console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
     return good
 
 
 def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec], session: Session) -> list[bool]:
-    """Calls ``tune_one`` for each layer, numbered from 1: for as many at once as there are servers, but not for layers
-    that have a search in common, as those whose backward passes have the same recurrence."""
+    """Calls ``tune_one`` for each layer, numbered from 1: as many at once as there are servers, but not layers that
+    have a search in common, as those whose backward passes have the same recurrence."""
     count = 1 if session.tracker is None or len(layers) == 1 else min(len(layers), max(1, session.tracker.servers()))
     if count == 1:
         return [tune_one(number, layer) for number, layer in enumerate(layers, 1)]
@@ -280,8 +271,7 @@ def show(console: Console, result: Result) -> None:
         console.print("No candidate ran with the right output; the log has each one's error.")
         return
     console.print(f"best: {finish.best.schedule} {config_text(finish.best.config)}", markup=False)
-    text = (f"time: {finish.best_us:.4g} µs per step, "
-            f"{finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}")
+    text = f"time: {finish.best_us:.4g} µs per step, {finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}"
     if finish.best == finish.default:
         text += "; nothing that was tried is faster than the untuned default, which is best here"
     elif finish.default_us is not None and result.gain is not None:
@@ -305,10 +295,8 @@ def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The layers of a file, without those that are there twice: a line has the options of one, or of several, such as
-    ``--cell lstm --hidden 800 --training``; what is behind ``#`` is a comment.
-
-    Raises :class:`ArgumentError`, which names the line, where it has something else, and where there is no layer."""
+    """The layers of a file, each once: a line has the options of one, or of several; ``#`` begins a comment. Refuses a
+    line of something else, which it names, and a file without layers."""
     layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

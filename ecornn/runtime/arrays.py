@@ -20,11 +20,9 @@ Placed = tuple[Any, int]  # an array, and the address of its first element
 
 
 class Arrays(ABC):
-    """One framework's arrays. A call takes its arguments in, works on them, and gives results out.
-
-    These are on the path of every call: each asks an array as little as it can, since a NumPy
-    array takes a third of a microsecond to tell its address.
-    """
+    """One framework's arrays. A call takes its arguments in, works on them, and gives results out. These are on the
+    path of every call: each asks an array as little as it can, since a NumPy array takes a third of a microsecond to
+    tell its address."""
 
     name: str  # for messages
     staged = False  # on CUDA modules: copied to the device and back
@@ -70,8 +68,7 @@ class Arrays(ABC):
         """Scratch memory on the device of ``like``."""
 
     def over(self, memory: Memory, like: Any, shape: Shape) -> Placed | None:
-        """An array of the type of ``like`` in the place of a workspace that is as large; None where it cannot be one.
-        """
+        """An array of the type of ``like`` in the place of a workspace that is as large; None where that cannot be."""
         return None
 
     def swapped(self, array: Any) -> Any:
@@ -88,8 +85,7 @@ class Arrays(ABC):
 
     @abstractmethod
     def rows(self, value: Any, dtype: str, like: Any, library: Library) -> Placed:
-        """Lengths or resets, contiguous and of that type on the device of ``like``. ``value`` is a NumPy
-        array, or a tensor beside ``like``."""
+        """Lengths or resets, contiguous and of that type beside ``like``, from a NumPy array or a tensor beside it."""
 
     def kept(self, copies: dict[Any, Placed], value: Any, dtype: str, like: Any, library: Library) -> Placed:
         """As :meth:`rows`, of a value that later calls will have, too: ``copies`` keeps what was made of it."""

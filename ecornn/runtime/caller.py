@@ -1,4 +1,5 @@
-"""Calls a module on sequences: arrays of any framework are checked and laid out as the module's arguments."""
+"""Calls a module on sequences: arrays of any framework are checked and laid out as the module's arguments, and rows of
+x and y as a caller has them: sequences beside x, several outputs and their gradients, by name."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.plan import MASKS, AddressedCall, Order, entry_plan
-from ecornn.runtime.rows import named, rows_with
 from ecornn.runtime.weights import PackedWeights
+from ecornn.workload import by_output
 
+UNFIT = "a strided, misaligned or read-only array", "contiguous, writable memory, aligned to 16 bytes"
 _COPIES = "copies"  # key of the device memory for host arrays
+Widths = dict[str, tuple[int, ...]]  # of each sequence that was passed: the axes behind (T, B), as it has them
 
 
 class Caller:
@@ -28,27 +31,20 @@ class Caller:
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
-        self.manifest, self.device, self.threads = manifest, device, threads
-        self.library, self._run = library, library.run
-        plan = entry_plan(manifest, RUN)
-        self._weights = PackedWeights(manifest, library, weights, device, threads)
-        self.packed = self._weights.packed
-        self.repack_at, self.repack_here = self._weights.repack_at, self._weights.repack_here
-        self.workspaces = Pool()
-        self._longest = manifest.longest
+        self.manifest, self.device, self.threads, self.together = manifest, device, threads, manifest.together
+        self.library, self._run, self.workspaces = library, library.run, Pool()
+        plan, work, stack = entry_plan(manifest, RUN), manifest.workload, manifest.stack
+        self._weights = packed = PackedWeights(manifest, library, weights, device, threads)
+        self.packed, self.repack_at, self.repack_here = packed.packed, packed.repack_at, packed.repack_here
         self._scratch = lru_cache(maxsize=64)(plan.offsets)
-        work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
-        self._stack, self.width = manifest.stack, manifest.y_width
+        self._stack, self._count, self._longest, self.width = stack, stack.count, manifest.longest, manifest.y_width
         self.whole_rows = not manifest.outputs  # y is given as it lies in memory, not by output
-        self._on_cpu = threads is not None
-        self._place = "cpu" if self._on_cpu else f"cuda:{device}"
+        self._on_cpu, self._place = threads is not None, f"cuda:{device}" if threads is None else "cpu"
         self._names, self._inputs = manifest.states, manifest.inputs or ()
-        self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
-        self._orders = [Order(plan, manifest, self.packed, device, zeros) for zeros in (self._weights.zeros, None)]
-        self._count = self._stack.count
-        self._masked = any(getattr(self._stack, name) for name in MASKS)
+        self._orders = [Order(plan, manifest, self.packed, device, zeros) for zeros in (packed.zeros, None)]
+        self._masked = any(getattr(stack, name) for name in MASKS)
 
     def __call__(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                  sequences: Any = None, inputs: Mapping[str, Any] | None = None, batch_first: bool = False,
@@ -90,8 +86,7 @@ class Caller:
         ------
         ShapeError, DTypeError, DeviceError : an array does not fit; nothing has run then
         ArgumentError : an argument is no array, or of another framework than x; ``lengths``, ``resets`` or
-            ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere
-        """
+            ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere"""
         try:
             arrays = arrays_of(x, "x")
             x = arrays.take(x, "x")
@@ -136,8 +131,7 @@ class Caller:
 
     def state_shape(self, batch: int) -> Shape:
         """Of each state of a call: (B, H), or (L*D, B, H)."""
-        count = self._count
-        return (batch, self._hidden) if count == 1 else (count, batch, self._hidden)
+        return (batch, self._hidden) if self._count == 1 else (self._count, batch, self._hidden)
 
     def zero_state(self, batch: int) -> Placed:
         """Zeros in place of a state, or of its gradient."""
@@ -168,8 +162,7 @@ class Caller:
         behind that.
 
         Raises as :meth:`Module.bind`, and :class:`~ecornn.errors.DeviceError` on a GPU for weights that are not on it;
-        nothing has changed then.
-        """
+        nothing has changed then."""
         self._weights.repack(weights)
 
     def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
@@ -207,14 +200,13 @@ class Caller:
         starts, total = layout([array.nbytes for array, _ in (*inputs, *outputs)] + [scratch])
         memory = self.workspaces.take(_COPIES, total) or DeviceMemory(library, device, total)
         places = [memory.pointer + start for start in starts]
-        there, back = places[:len(inputs)], places[len(inputs):-1]
-        for (array, pointer), place in zip(inputs, there, strict=True):
+        for (array, pointer), place in zip(inputs, places, strict=False):
             library.copy(device, place, pointer, array.nbytes, 0)
         at = [places[-1] + offset for offset in offsets]
-        self._run(*self._orders[with_states].of((steps, batch, rows), 0, there + back, at))
+        self._run(*self._orders[with_states].of((steps, batch, rows), 0, places[:-1], at))
         sizes = [steps * batch * self.width * self.manifest.workload.itemsize]  # y, less what was not run
         sizes += [array.nbytes for array, _ in outputs[1:]]
-        for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
+        for (_, pointer), place, nbytes in zip(outputs, places[len(inputs):-1], sizes, strict=True):
             library.copy(device, pointer, place, nbytes, 0)
         library.synchronize(device, 0)
         self.workspaces.give(_COPIES, memory)
@@ -265,11 +257,81 @@ class Caller:
         self.check_kind(arrays, "out", dtype, place)
         placed = arrays.in_place(y)
         if placed is None:
-            raise ArgumentError("out", "a strided, misaligned or read-only array",
-                                "contiguous, writable memory, aligned to 16 bytes")
+            raise ArgumentError("out", *UNFIT)
         start, size = placed[1], self.manifest.workload.itemsize
         end = start + prod(shape) * size
         for array, pointer in inputs:
             if start < pointer + prod(array.shape) * size and pointer < end:
                 raise ArgumentError("out", "memory of x or of a state", "memory of its own")
         return placed
+
+
+def rows_with(manifest: Manifest, arrays: Arrays, x: Any, inputs: Any) -> tuple[Any, Widths]:
+    """``x`` (T, B, I), or batch first, with the module's sequences, which are checked, behind it in its rows, in a
+    copy; and what was passed. Without ``inputs`` x itself, whose rows then have them already."""
+    names, (shape, *_) = manifest.inputs or (), arrays.facts(x)
+    if inputs is None:
+        if names and len(shape) == 3 and shape[2] == manifest.own_input:
+            raise ArgumentError("inputs", None, f"arrays by name: {', '.join(names)}, beside x of {shape[2]} values; "
+                                f"or x with them behind it in its rows, of {manifest.workload.input} values")
+        return x, {}
+    if not names:
+        raise ArgumentError("inputs", type(inputs), f"None: the cell {manifest.workload.cell} has no inputs beside x")
+    if not isinstance(inputs, Mapping) or {*inputs} != {*names}:
+        got = sorted(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs)
+        raise ArgumentError("inputs", got, f"arrays by name: {', '.join(names)}")
+    if len(shape) != 3 or shape[2] != manifest.own_input:
+        raise ShapeError("x.shape", shape, f"(T, B, {manifest.own_input}) beside inputs")
+    kind, hidden, found, widths = arrays.facts(x)[1:], manifest.workload.hidden, [], Widths()
+    for name in names:
+        value = arrays.take(inputs[name], f"inputs[{name!r}]")
+        own, *facts = arrays.facts(value)
+        if own not in (shape[:2], (*shape[:2], 1), (*shape[:2], hidden)):
+            raise ShapeError(f"inputs[{name!r}].shape", own, f"{(*shape[:2], hidden)}, a value for each hidden unit; "
+                             f"or {(*shape[:2], 1)} or {shape[:2]}, one for all of them")
+        if tuple(facts) != tuple(kind):
+            raise ArgumentError(f"inputs[{name!r}]", " on ".join(facts), f"{' on '.join(kind)}, as x")
+        widths[name] = own[2:]
+        found.append(value if len(own) == 3 else value[..., None])
+    return arrays.beside(x, found, hidden), widths
+
+
+def parts_of(manifest: Manifest, rows: Any, widths: Widths) -> tuple[Any, dict[str, Any]]:
+    """The gradient of x, and of each sequence that was passed, of the shape that it had, from that of whole rows."""
+    if not widths:
+        return rows, {}
+    hidden, first, found = manifest.workload.hidden, manifest.own_input, {}
+    for n, (name, axes) in enumerate(widths.items()):
+        value = rows[..., first + n * hidden:first + (n + 1) * hidden]
+        found[name] = value if axes == (hidden,) else value.sum(-1, keepdims=True) if axes else value.sum(-1)
+    return rows[..., :first], found
+
+
+def named(manifest: Manifest, rows: Any) -> Any:
+    """y as a caller has it: the rows themselves; of a module with several outputs each of them, by name."""
+    return by_output(rows, manifest.outputs, manifest.stack.directions) if manifest.outputs else rows
+
+
+def rows_of(manifest: Manifest, arrays: Arrays, given: Any, steps: int, batch: int, like: Any) -> Any:
+    """Gradients by name, which are checked, as one of rows of y, zeros where one is not named; or what is no
+    mapping."""
+    if not isinstance(given, Mapping):
+        return given
+    names, hidden, directions = manifest.outputs or (), manifest.workload.hidden, manifest.stack.directions
+    if strange := sorted({*map(str, given)} - {*names}):
+        raise ArgumentError("dy", strange, f"gradients of {', '.join(names)}" if names else "an array: there is one "
+                            "output")
+    found, wanted, kind = {}, (steps, batch, directions * hidden), arrays.facts(like)[1:]
+    for name in names:
+        value = given.get(name)
+        if value is None:
+            found[name] = arrays.zeros(wanted, like, manifest.workload.dtype)[0]
+            continue
+        found[name] = arrays.take(value, f"dy[{name!r}]")
+        shape, *facts = arrays.facts(found[name])
+        if shape != wanted:
+            raise ShapeError(f"dy[{name!r}].shape", shape, str(wanted))
+        if tuple(facts) != tuple(kind):
+            raise ArgumentError(f"dy[{name!r}]", " on ".join(facts), f"{' on '.join(kind)}, as x")
+    first, *others = (found[name][..., d * hidden:(d + 1) * hidden] for d in range(directions) for name in names)
+    return arrays.beside(first, others, hidden)

@@ -5,8 +5,7 @@ Whole sequences do not fill columns evenly. Where a layer allows it, what does n
 the beginning of the next one: McNaughton's wrap-around rule, with which T is the longest sequence, or the mean of the
 columns, up to a few steps. In x's time the piece in the next column comes first then. Kernels see the two pieces in a
 table with marks, where each piece has a number of its own; the piece that they work on first leaves its state for the
-other.
-"""
+other."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Columns:
     table : (T, C), the number of the sequence at each place, 0 to S-1; -1 where there is none
     places : (N,), the place t * C + c of every step of sequence 0, then of sequence 1, and so on
     first : (S + 1,), where those of each sequence begin in ``places``, and N
-    wrapped : columns that a sequence goes on from to the next column, often none; see :meth:`of`
-    """
+    wrapped : columns that a sequence goes on from to the next column, often none; see :meth:`of`"""
 
     table: Ints
     places: Places
@@ -76,8 +74,7 @@ class Columns:
         be done. With ``together``, :attr:`Layer.together` of the layer that will be called, sequences may wrap around
         from one column to the next of as many neighbours, where that takes fewer steps.
 
-        Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for other lengths or widths.
-        """
+        Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for other lengths or widths."""
         found = _integers("lengths", lengths)
         if found.ndim != 1 or not found.size:
             raise ShapeError("lengths.shape", found.shape, "(S,) with S >= 1")
@@ -91,8 +88,7 @@ class Columns:
 
     @classmethod
     def _laid(cls, lengths: NDArray[Any], begin: NDArray[Any], steps: int, width: int) -> Columns:
-        """With the step and the column at which each begins; where it is longer than the rest of the column, what is
-        left over begins the next one, and comes first in time."""
+        """With where each begins; what is longer than its column goes on in the next one, and comes first in time."""
         step, column, shape = begin[:, 0], begin[:, 1], (steps, width)
         first, over = np.append(0, np.cumsum(lengths)), np.maximum(step + lengths - steps, 0)
         number, at, split = np.arange(len(lengths)), step * width + column, np.flatnonzero(over)
@@ -111,23 +107,19 @@ class Columns:
 
     @classmethod
     def given(cls, table: Any) -> Columns:
-        """From a table of one's own.
-
-        Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` where it is no (T, C) of integers in
-        which each number from 0 on has one place: steps of one column, with no gap.
-        """
+        """From a table of one's own. Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` where it
+        is no (T, C) of integers in which each number from 0 on has one place: steps of one column, with no gap."""
         found = _integers("sequences", table)
         if found.ndim != 2 or not found.size:
             raise ShapeError("sequences.shape", found.shape, "(T, C)")
         begins = found >= 0
         begins[1:] &= found[1:] != found[:-1]
-        begin = np.argwhere(begins)
         numbers = found[begins]
         order = np.argsort(numbers)
         if not numbers.size or not np.array_equal(numbers[order], np.arange(numbers.size)):
             raise ArgumentError("sequences", np.unique(found).tolist(), "-1, or the numbers 0, 1, ... each in steps of "
                                 "one column that follow each other")
-        return cls._laid(np.bincount(found[found >= 0].astype(np.int64)), begin[order], *found.shape)
+        return cls._laid(np.bincount(found[found >= 0].astype(np.int64)), np.argwhere(begins)[order], *found.shape)
 
 
 def steps_of(lengths: Any, width: int, together: int = 1) -> int:
@@ -179,14 +171,9 @@ def _groups(lengths: list[int], order: list[int], width: int, together: int) -> 
 def _least(lengths: list[int], columns: int) -> int:
     """The fewest steps in which sequences, the longest first, wrap around ``columns`` columns."""
     steps = max(lengths[0], -(-sum(lengths) // columns))
-    while not _fits(lengths, columns, steps):
+    while (alone := _alone(lengths, steps)) > columns or sum(lengths[alone:]) > (columns - alone) * steps:
         steps += 1
     return steps
-
-
-def _fits(lengths: list[int], columns: int, steps: int) -> bool:
-    alone = _alone(lengths, steps)
-    return alone <= columns and sum(lengths[alone:]) <= (columns - alone) * steps
 
 
 def _alone(lengths: list[int], steps: int) -> int:
@@ -217,11 +204,8 @@ def _integers(name: str, value: Any) -> NDArray[Any]:
 
 def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
                   library: Library) -> tuple[Placed, int]:
-    """The lengths as int32 on the device of ``like``, and how many steps the longest row has.
-
-    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked. Raises
-    :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of integers from 0 to T.
-    """
+    """The lengths as int32 on the device of ``like``, and how many steps the longest row has; for None all of T.
+    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked."""
     if value is None:
         value = np.full(batch, steps, np.int32)
     value, shape, dtype = _facts("lengths", value, like)
@@ -237,10 +221,7 @@ def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
 
 
 def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, library: Library) -> Placed:
-    """The mask as uint8 on the device of ``like``; all zeros for None.
-
-    Raises :class:`ShapeError` or :class:`DTypeError` for what is no (T, B) of booleans or uint8.
-    """
+    """The mask as uint8 on the device of ``like``; all zeros for None."""
     if value is None:
         value = np.zeros((steps, batch), np.uint8)
     value, shape, dtype = _facts("resets", value, like)
@@ -253,11 +234,7 @@ def place_resets(value: Any, steps: int, batch: int, arrays: Arrays, like: Any, 
 
 def place_sequences(value: Any, steps: int, batch: int, together: int, arrays: Arrays, like: Any,
                     library: Library) -> tuple[Placed, int]:
-    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one.
-
-    Raises as :meth:`Columns.given`, :class:`ShapeError` for what is no (T, B), and :class:`ArgumentError` where a
-    sequence goes from one group of ``together`` columns to the next.
-    """
+    """The table as int32 on the device of ``like``, and how many sequences there are; for None each column is one."""
     if value is None:
         value = np.broadcast_to(np.arange(batch), (steps, batch))
     columns = value if isinstance(value, Columns) else Columns.given(value.cpu() if hasattr(value, "cpu") else value)

@@ -20,15 +20,11 @@ CPU, CUDA = 1, 2  # DLDeviceType
 _NAME = b"dltensor"
 
 
-class DLDataType(ctypes.Structure):
-    """A data type, laid out as in DLPack's header."""
-
+class DLDataType(ctypes.Structure):  # as all three in DLPack's header
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-class DLTensor(ctypes.Structure):
-    """An array, laid out as in DLPack's header; strides are in elements."""
-
+class DLTensor(ctypes.Structure):  # strides are in elements
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
                 ("ndim", ctypes.c_int32), ("dtype", DLDataType), ("shape", ctypes.POINTER(ctypes.c_int64)),
                 ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64))
@@ -59,20 +55,13 @@ class _Elements:
 
 
 class Block(_Elements):
-    """A contiguous array in memory of ours, which other frameworks take over with their ``from_dlpack``.
-
-    ``device`` is DLPack's (type, number); ``finish`` waits for the work that writes the array.
-    """
+    """A contiguous array of ours, which other frameworks take over. ``finish`` waits for the work that writes it."""
 
     def __init__(self, memory: Memory, shape: tuple[int, ...], dtype: str, device: tuple[int, int],
                  finish: Callable[[], Any] = lambda: None) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.pointer, self.strides = memory.pointer, tuple(prod(shape[axis + 1:]) for axis in range(len(shape)))
         self._memory, self._finish = memory, finish
-
-    def is_contiguous(self) -> bool:
-        """Always."""
-        return True
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
@@ -137,21 +126,17 @@ class View(_Elements):
         self.dtype, self.device, self.pointer = str(tensor.dtype), (int(kind), int(number)), tensor.data_ptr()
 
     def is_contiguous(self) -> bool:
-        """Whether the elements follow each other in C order."""
         return self._tensor.is_contiguous()
 
 
 class ForeignArrays(Arrays):
-    """The type of ``example``, which has ``__dlpack__``. On CUDA, work is put on the legacy default stream.
-
-    Results are made by the framework's ``from_dlpack`` where it has one; otherwise they are NumPy
-    arrays on a CPU, and :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type.
-    """
+    """The type of ``example``, which has ``__dlpack__``. On CUDA, work is put on the legacy default stream. Results are
+    made by the framework's ``from_dlpack`` where it has one; otherwise they are NumPy arrays on a CPU, and
+    :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type."""
 
     def __init__(self, example: Any) -> None:
         self._kind = kind = type(example)
-        self.name = f"a {kind.__module__}.{kind.__qualname__}"
-        self._make = _from_dlpack(example)
+        self.name, self._make = f"a {kind.__module__}.{kind.__qualname__}", _from_dlpack(example)
 
     def take(self, value: Any, name: str) -> View:
         if not isinstance(value, self._kind):
@@ -173,8 +158,7 @@ class ForeignArrays(Arrays):
         return made, made.pointer
 
     def in_place(self, array: View) -> Placed | None:
-        fits = array.is_contiguous() and not array.pointer % ALIGNMENT
-        return (array, array.pointer) if fits else None
+        return (array, array.pointer) if array.is_contiguous() and not array.pointer % ALIGNMENT else None
 
     def empty(self, shape: Shape, like: View | Block, library: Library) -> Placed:
         kind, number = like.device
@@ -204,9 +188,7 @@ class ForeignArrays(Arrays):
     def give(self, array: Block) -> Any:
         if self._make is not None:
             return self._make(array)
-        if array.device[0] == CPU and array.dtype != "bfloat16":
-            return array.bits().view(array.dtype)
-        return array
+        return array.bits().view(array.dtype) if array.device[0] == CPU and array.dtype != "bfloat16" else array
 
     def to_host(self, value: Any, name: str, library: Library) -> np.ndarray[Any, Any]:
         view = View(value, name)
@@ -214,8 +196,7 @@ class ForeignArrays(Arrays):
             raise DTypeError(f"{name}.dtype", view.dtype, f"one of {', '.join(ITEMSIZE)}")
         bits = view.bits() if view.device[0] == CPU else _download(view, name, library)
         if view.dtype == "bfloat16":  # the upper half of a float32
-            wide: np.ndarray[Any, Any] = bits.astype(np.uint32) << np.uint32(16)
-            return wide.view(np.float32)
+            return np.asarray(bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return np.array(bits, order="C").view(view.dtype)
 
     def workspace(self, nbytes: int, like: View | Block, library: Library) -> Memory:
@@ -244,13 +225,8 @@ def _no_copy(name: str, view: View) -> ShapeError:
 
 
 def _from_dlpack(example: Any) -> Callable[[Any], Any] | None:
-    """The framework's ``from_dlpack``: of its array namespace, else of a package that holds the type or
-    one of its base classes, the outermost first."""
-    found: Callable[[Any], Any] | None = None
-    if hasattr(example, "__array_namespace__"):
-        found = getattr(example.__array_namespace__(), "from_dlpack", None)
-    for base in type(example).__mro__ if found is None else ():
-        parts = base.__module__.split(".")
-        for depth in range(1, len(parts) + 1):
-            found = found or getattr(sys.modules.get(".".join(parts[:depth])), "from_dlpack", None)
-    return found
+    """``from_dlpack`` of the array's namespace, else of the outermost package that has its type or a base class."""
+    places = [example.__array_namespace__()] if hasattr(example, "__array_namespace__") else []
+    for parts in (base.__module__.split(".") for base in type(example).__mro__):
+        places += [sys.modules.get(".".join(parts[:depth])) for depth in range(1, len(parts) + 1)]
+    return next((place.from_dlpack for place in places if hasattr(place, "from_dlpack")), None)

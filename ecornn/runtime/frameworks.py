@@ -1,5 +1,4 @@
-"""The framework that an array is of, which is imported where an array of it is there, and not before; and NumPy's own
-arrays, in and out, of which CUDA modules get copies."""
+"""The framework that an array is of, imported where one is there; and NumPy's, of which CUDA modules get copies."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def arrays_of(value: Any, name: str) -> Arrays:
 def _find(value: Any, name: str) -> Arrays:
     if isinstance(value, np.ndarray):
         return NumPyArrays()
-    if any(base.__module__.split(".")[0] == "torch" and base.__name__ == "Tensor"
-           for base in type(value).__mro__):
+    if any(base.__module__.split(".")[0] == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__):
         # A torch tensor exists, so torch is imported already.
         from ecornn.runtime.torch_arrays import TorchArrays
 

@@ -1,5 +1,4 @@
-"""A layer, ready to run, and the calls of one that trains: forward, which keeps what the backward pass reads, and that
-pass."""
+"""A layer, ready to run, and the calls of one that trains: forward, which keeps values, and the backward pass."""
 
 from __future__ import annotations
 
@@ -12,26 +11,18 @@ from ecornn.boundary import public
 from ecornn.errors import ArgumentError, CopyError, DTypeError, ModuleError, ShapeError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.runtime.arrays import Arrays, Placed, Shape
-from ecornn.runtime.caller import Caller
+from ecornn.runtime.caller import UNFIT, Caller, Widths, named, parts_of, rows_of, rows_with
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.memory import GivenMemory, Memory, Pool
 from ecornn.runtime.plan import MASKS, SCALARS, EntryPlan, entry_plan, kept_layout
-from ecornn.runtime.rows import Widths, named, parts_of, rows_of, rows_with
 from ecornn.workload import summed
 
 
 @dataclass
 class Kept:
     """What a call of :meth:`Layer.forward` keeps for :meth:`Layer.backward`, which takes it once. x and y belong to it:
-    they must not be written before.
-
-    Attributes
-    ----------
-    steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
-    widths : of the sequences beside x that were passed, see rows.py
-    room : what the gradient of x may be written over, if it is not a part of ``memory``: it goes on living as that
-    nbytes : bytes of both, what is kept besides x, y and the first states
-    """
+    they must not be written before. ``room``, if it is not a part of ``memory``, is what the gradient of x may be
+    written over, and goes on living as that."""
 
     owner: Any
     arrays: Arrays
@@ -42,13 +33,14 @@ class Kept:
     memory: Memory | None
     steps: int
     batch: int
-    rows: int
+    rows: int  # of states: B, or S with ``sequences``
     widths: Widths = field(default_factory=dict)
-    taken: bool = field(default=False)
+    taken: bool = False
     room: Memory | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes that are kept besides x, y and the first states."""
         return sum(part.nbytes for part in (self.memory, self.room) if part is not None)
 
 
@@ -62,8 +54,7 @@ class Gradients:
     weights : by name, of the weights' shapes, float32; of a module of float64 that
     state : of the first states, as they were passed to ``forward``: (B, H), or (L*D, B, H); S rows with ``sequences``.
         () where they were not wanted
-    inputs : of the sequences beside x that were passed as ``inputs``, by name, each of its shape
-    """
+    inputs : of the sequences beside x that were passed as ``inputs``, by name, each of its shape"""
 
     x: Any
     weights: dict[str, Any]
@@ -72,40 +63,30 @@ class Gradients:
 
 
 class Training:
-    """The two entries of a module, for a :class:`~ecornn.runtime.caller.Caller`, which has this, and whose weights they
-    read."""
+    """The two entries of a module, for the :class:`~ecornn.runtime.caller.Caller` whose weights they read."""
 
     def __init__(self, caller: Any) -> None:
         self._caller, manifest = caller, caller.manifest
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
-        self._arguments = {plan: self._packed(plan) for plan in (self._forward, self._backward)}
+        self._arguments: dict[EntryPlan, list[int]] = {}  # those that are the same in every call; 0 for all others
+        for plan in (self._forward, self._backward):
+            packed = {position: caller.packed[buffer.name] for position, buffer in plan.packed}
+            self._arguments[plan] = [packed.get(position, 0) for position in range(plan.count)]
         self._layout = lru_cache(maxsize=64)(partial(kept_layout, manifest))
         self._room = lru_cache(maxsize=64)(EntryPlan.offsets)
         self._pool, self._kept = Pool(), Pool()
         self._dx_in, self._in_place = manifest.dx_in or "", manifest.in_place or {}
         self._apart = frozenset(self._in_place)  # workspaces that lie in what is kept, if that is the layer's
-
-    @property
-    def writes(self) -> bool:
-        """Whether ``backward`` can write gradients of parameters, in place of adding to what is there."""
-        return bool(self._backward.at["existing"])
+        self.writes = bool(self._backward.at["existing"])  # gradients of parameters, in place of adding to them
 
     def kept_bytes(self, steps: int, batch: int) -> int:
-        """As :func:`kept_layout` has them."""
         return self._layout(steps, batch)[1]
 
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes; ``backward`` of a caller's memory takes more."""
         return max(self._room(plan, steps, self._apart)[1] for plan in (self._forward, self._backward))
-
-    def _packed(self, plan: EntryPlan) -> list[int]:
-        """The arguments of an entry that are the same in every call; 0 in place of all others."""
-        arguments = [0] * plan.count
-        for position, buffer in plan.packed:
-            arguments[position] = self._caller.packed[buffer.name]
-        return arguments
 
     def forward(self, kept: Kept, after: Sequence[Placed]) -> None:
         """Runs ``forward``, whose last states are put into ``after``; without a caller's memory ``kept`` gets some."""
@@ -116,22 +97,20 @@ class Training:
             kept.room, total = arrays.workspace(total - begin, like, library), begin
         if kept.memory is None and total:
             kept.memory = self._kept.take(0, total) or arrays.workspace(total, like, library)
-        given = {**self._given(kept), "state_out": self._by_part(after, kept.rows)}
-        self._run(library.forward, self._forward, kept, offsets, given)
+        self._run(library.forward, self._forward, kept, offsets,
+                  {**self._given(kept), "state_out": self._by_part(after, kept.rows)})
 
     def backward(self, kept: Kept, dy: Placed, dstates: Sequence[Placed], dx: Placed, before: Sequence[Placed],
                  gradients: Iterable[Placed], add: bool = True) -> None:
-        """Runs ``backward``; ``before`` gets the gradients of the first states, unless it is empty, ``gradients``, in
-        the order of the manifest's parameters, theirs: ``add``: to what is there. Else that must be zeros, but where
-        the module :attr:`writes`."""
-        rows, work = kept.rows, self._caller.manifest
-        states = self._by_part(before, rows) if before else [0] * (len(work.states) * work.stack.count)
-        given = {**self._given(kept), "dy": [dy[1]], "dstate_out": self._by_part(dstates, rows), "dx": [dx[1]],
+        """Runs ``backward``. ``before`` gets gradients of the first states, unless it is empty; ``gradients``, in the
+        manifest's order, are added to (``add``), or written, over zeros unless the module :attr:`writes`."""
+        manifest = self._caller.manifest
+        states = self._by_part(before, kept.rows) if before else [0] * (len(manifest.states) * manifest.stack.count)
+        given = {**self._given(kept), "dy": [dy[1]], "dstate_out": self._by_part(dstates, kept.rows), "dx": [dx[1]],
                  "dstate_in": states, "gradient": [at for _, at in gradients]}
         if self.writes:
             given["existing"] = [int(add)]
-        offsets, _ = self._layout(kept.steps, kept.batch)
-        self._run(self._caller.library.backward, self._backward, kept, offsets, given)
+        self._run(self._caller.library.backward, self._backward, kept, self._layout(kept.steps, kept.batch)[0], given)
         memory, kept.memory, kept.room = kept.memory, None, None
         # The system takes about as long to give a CPU new memory as its cores to fill it.
         if self._caller.threads is not None and memory is not None and not isinstance(memory, GivenMemory):
@@ -163,11 +142,11 @@ class Training:
         places: dict[str, int] = {}
         for position, buffer in plan.kept:
             if kept.room is not None and buffer.name == self._dx_in:
-                places[buffer.name] = kept.room.pointer
+                place = kept.room.pointer
             else:
                 assert kept.memory is not None
-                places[buffer.name] = kept.memory.pointer + offsets[buffer.name]
-            arguments[position] = places[buffer.name]
+                place = kept.memory.pointer + offsets[buffer.name]
+            arguments[position] = places[buffer.name] = place
         for tensor, positions in plan.at.items():
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
@@ -177,8 +156,8 @@ class Training:
         keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
         for (position, buffer), start in zip(plan.scratch, starts, strict=True):
-            place = self._in_place.get(buffer.name) if own else None
-            arguments[position] = memory.pointer + start if place is None else places[place]
+            over = self._in_place.get(buffer.name) if own else None
+            arguments[position] = memory.pointer + start if over is None else places[over]
         function(*arguments)
         if keep:
             self._pool.give(key, memory)
@@ -196,8 +175,7 @@ class Layer(Caller):
     together : neighbouring columns that may share a sequence, for :meth:`Columns.of`; 1: none may
 
     Several Python threads may call one layer at the same time. A CUDA graph that has captured a call
-    reads the layer's weights: keep the layer as long as the graph.
-    """
+    reads the layer's weights: keep the layer as long as the graph."""
 
     def __init__(self, module: Any, weights: Mapping[str, Any], device: int, threads: int | None) -> None:
         super().__init__(module.manifest, module.library, weights, device, threads)
@@ -208,10 +186,8 @@ class Layer(Caller):
                         "the weights again")
 
     def __repr__(self) -> str:
-        where = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads"
-        m = self.manifest
-        what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
-        return f"<ecornn.Layer {what} on {where}>"
+        where, m = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads", self.manifest
+        return f"<ecornn.Layer {', '.join(filter(None, (str(m.workload), str(m.stack), m.schedule)))} on {where}>"
 
     @cached_property
     def training(self) -> Training:
@@ -238,8 +214,7 @@ class Layer(Caller):
         kept : for :meth:`backward`. It holds x and y: do not write them before; ``kept.nbytes`` is what it holds
             besides, :meth:`kept_bytes` says it before the call
 
-        Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train.
-        """
+        Raises as a call of the layer, and :class:`~ecornn.errors.ModuleError` for a module that does not train."""
         training = self.training  # a module that does not train says so
         kept = self._begun(x, state, lengths, resets, sequences, inputs, memory)
         arrays, like = kept.arrays, kept.x[0]
@@ -275,8 +250,7 @@ class Layer(Caller):
         want_state : whether the gradients of the first states are; without them a GPU has less to do
 
         Raises :class:`~ecornn.errors.ArgumentError` and its subclasses where an argument does not fit, also for a
-        ``kept`` of another layer, or one that was used before; nothing has run then.
-        """
+        ``kept`` of another layer, or one that was used before; nothing has run then."""
         training = self.training  # a module that does not train says so
         if not isinstance(kept, Kept) or kept.owner is not self:
             raise ArgumentError("kept", type(kept).__name__, "what forward() of this very layer gave")
@@ -284,9 +258,8 @@ class Layer(Caller):
             raise ArgumentError("kept", "used by an earlier backward()", "what one call of forward() gave: it serves "
                                 "one backward()")
         arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.rows)
-        wanted = kept.steps, kept.batch, self.width
         dy = rows_of(self.manifest, arrays, dy, kept.steps, kept.batch, like)
-        placed = self._gradient(arrays, dy, "dy", wanted, like)
+        placed = self._gradient(arrays, dy, "dy", (kept.steps, kept.batch, self.width), like)
         states = [None] * len(self.manifest.states) if dstate is None else dstate
         if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):
             raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays: of "
@@ -305,8 +278,7 @@ class Layer(Caller):
                          tuple(arrays.give(a) for a, _ in before if want_state), of_inputs)
 
     def kept_bytes(self, steps: int, batch: int | None = None) -> int:
-        """Bytes that :meth:`forward` keeps at T = ``steps`` and this B (default: the compiled one), besides x, y and
-        first states."""
+        """Bytes that :meth:`forward` keeps besides x, y and first states; ``batch``: as compiled by default."""
         return self.training.kept_bytes(steps, self.manifest.workload.batch if batch is None else batch)
 
     def training_workspace_bytes(self, steps: int) -> int:
@@ -342,8 +314,7 @@ class Layer(Caller):
             return None
         placed = arrays.in_place(array)
         if placed is None:
-            raise ArgumentError("memory", "a strided, misaligned or read-only array",
-                                "contiguous, writable memory, aligned to 16 bytes")
+            raise ArgumentError("memory", *UNFIT)
         return GivenMemory(*placed, wanted[0])
 
     def _gradient(self, arrays: Arrays, value: Any, name: str, wanted: Shape, like: Any) -> Placed:
@@ -358,11 +329,11 @@ class Layer(Caller):
 
     def _sums(self, arrays: Arrays, gradients: Mapping[str, Any] | None, like: Any) -> Iterator[tuple[str, Placed]]:
         parameters, wanted = self.manifest.parameters, summed(self.manifest.workload.dtype)
+        names = [p.name for p in parameters]
         if gradients is None:
             made = arrays.several([p.shape for p in parameters], like, wanted, zeros=not self.training.writes)
-            yield from zip((p.name for p in parameters), made, strict=True)
+            yield from zip(names, made, strict=True)
             return
-        names = [p.name for p in parameters]
         if not isinstance(gradients, Mapping) or {*gradients} != {*names}:
             raise ArgumentError("gradients", sorted(map(str, gradients)), f"arrays by name: {', '.join(names)}")
         for p in parameters:
@@ -375,6 +346,5 @@ class Layer(Caller):
                 raise DTypeError(f"{name}.dtype", dtype, wanted)
             placed = arrays.in_place(array)
             if placed is None:
-                raise ArgumentError(name, "a strided, misaligned or read-only array",
-                                    "contiguous, writable memory, aligned to 16 bytes")
+                raise ArgumentError(name, *UNFIT)
             yield p.name, placed

@@ -28,30 +28,19 @@ def _unavailable(*_: Any) -> Any:
 
 @dataclass(frozen=True)
 class Library:
-    """Functions of a module file; ``alloc`` to ``synchronize`` belong to CUDA modules.
+    """Functions of a module file; ``alloc`` to ``synchronize`` belong to CUDA modules."""
 
-    Attributes
-    ----------
-    manifest : () -> JSON
-    run, forward, backward : (T, B, device, queue, *pointers) -> None; the last two of modules that train
-    alloc : (device, nbytes) -> pointer
-    free : (device, pointer) -> None
-    copy : (device, to, from, nbytes, queue) -> None
-    synchronize : (device, queue) -> None
-    held : of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
-    file : for functions in C, see :mod:`ecornn.runtime.weights`
-    """
-
-    manifest: Callable[..., Any]
-    run: Callable[..., Any]
+    manifest: Callable[..., Any]  # () -> JSON
+    run: Callable[..., Any]  # (T, B, device, queue, *pointers) -> None; so are the next two, of modules that train
     forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
-    alloc: Callable[..., Any] = _unavailable
-    free: Callable[..., Any] = _unavailable
-    copy: Callable[..., Any] = _unavailable
-    synchronize: Callable[..., Any] = _unavailable
+    alloc: Callable[..., Any] = _unavailable  # (device, nbytes) -> pointer
+    free: Callable[..., Any] = _unavailable  # (device, pointer) -> None
+    copy: Callable[..., Any] = _unavailable  # (device, to, from, nbytes, queue) -> None
+    synchronize: Callable[..., Any] = _unavailable  # (device, queue) -> None
+    # of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
     held: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    file: ctypes.CDLL | None = None
+    file: ctypes.CDLL | None = None  # for functions in C, see weights.py
 
     @property
     def has_memory(self) -> bool:
@@ -64,11 +53,11 @@ def open_library(path: Path) -> Library:
     content = _inspect(path)
     try:
         module, file = _loaded_as(content, path.resolve())
-        required = {name: module[name] for name in ("manifest", "run")}
+        found = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}{temporary.noexec(path)}") from error
     others = ("forward", "backward", "alloc", "free", "copy", "synchronize")
-    found = {**required, **{name: module[name] for name in others if module.implements_function(name)}}
+    found |= {name: module[name] for name in others if module.implements_function(name)}
     held: dict[str, Callable[..., Any]] = {}
     if module.implements_function("share"):  # of a CPU
         share_cores(module["share"])
@@ -80,8 +69,7 @@ def open_library(path: Path) -> Library:
 
 
 def _loaded_as(content: str, path: Path) -> tuple[Any, ctypes.CDLL]:
-    """The module of tvm_ffi, and the library of ctypes, for a file of this content: once loaded it stays, and serves
-    all files that are equal."""
+    """The file for tvm_ffi, and for ctypes: once loaded it stays, and serves all files of this ``content``."""
     import tvm_ffi
 
     with _lock:
@@ -92,21 +80,16 @@ def _loaded_as(content: str, path: Path) -> tuple[Any, ctypes.CDLL]:
 
 
 def spelling(path: Path) -> str:
-    """A name of the file that the dynamic loader has not seen for another file.
-
-    It takes a path that it has loaded before for the same library, even if a new file lies there now;
-    the old one stays loaded, so that its inode is not used again.
-    """
-    status = path.stat()
-    files = _files.setdefault(str(path), [])
-    if (status.st_dev, status.st_ino) not in files:
-        files.append((status.st_dev, status.st_ino))
-    return f"{path.parent}/{'./' * files.index((status.st_dev, status.st_ino))}{path.name}"
+    """A name of the file that the dynamic loader has not seen for another one: under a name that it knows it gives the
+    same library, even if a new file lies there now. The old one stays loaded, so that its inode is not used again."""
+    status, files = path.stat(), _files.setdefault(str(path), [])
+    if (inode := (status.st_dev, status.st_ino)) not in files:
+        files.append(inode)
+    return f"{path.parent}/{'./' * files.index(inode)}{path.name}"
 
 
 def _inspect(path: Path) -> str:
-    """The checksum of the file. Refuses what must not reach the dynamic loader: it runs the code
-    of any library that it is given, and a damaged one kills the process."""
+    """The checksum of the file; refuses what must not be loaded: a library's code is run, and a damaged one kills."""
     if path.exists() and not path.is_file():
         raise ModuleError(f"{path} cannot be read: it is no regular file")
     try:
@@ -122,22 +105,20 @@ def _inspect(path: Path) -> str:
     if content.find(_MANIFEST) < 0:
         raise ModuleError(f"{path} is a shared library, but not one that ecornn made")
     whole = checksum.holds(content)
-    if whole is None:
-        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is missing")
     if not whole:
-        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is another")
+        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is "
+                          f"{'missing' if whole is None else 'another'}")
     return checksum.said(content).hex()
 
 
 def _complete(content: bytes) -> bool:
-    """Whether all sections and segments of an ELF file lie inside it."""
+    """True where all sections and segments of an ELF file lie inside it."""
     (_, kind, _, _, _, segments, sections, _, _, segment_size, segment_count, section_size, section_count,
      _) = _EHDR.unpack_from(content)
     ends = [segments + segment_size * segment_count, sections + section_size * section_count]
     if kind != _LOADED_LIBRARY or max(ends) > len(content):
         return False
     for index in range(segment_count):
-        at = segments + index * segment_size
-        offset, _, _, size = struct.unpack_from("<4Q", content, at + 8)  # p_offset to p_filesz
+        offset, _, _, size = struct.unpack_from("<4Q", content, segments + index * segment_size + 8)  # p_offset on
         ends.append(offset + size)
     return bool(max(ends) <= len(content))

@@ -24,11 +24,8 @@ _KERNEL_NAME = {feature: flag for flag, feature in FLAGS.items()}
 
 
 def check_host(built_for: Device, index: int) -> None:
-    """Raises where this machine, or GPU ``index`` of it, cannot run code for ``built_for``.
-
-    :class:`ModuleError` for a CPU that lacks instructions or a GPU of another architecture;
-    :class:`DeviceError` where there is no such GPU.
-    """
+    """Raises where this machine, or GPU ``index`` of it, cannot run code for ``built_for``. :class:`ModuleError` for a
+    CPU that lacks instructions or a GPU of another architecture; :class:`DeviceError` where there is no such GPU."""
     if built_for.kind == "cuda":
         from ecornn.host_gpu import detect
 
@@ -43,12 +40,9 @@ def check_host(built_for: Device, index: int) -> None:
     if index != 0:
         raise DeviceError("device", index, "0 for a module that was compiled for a CPU")
     info = cpuinfo()
-    flags = (info.get("flags") or info.get("Features") or "").split()
-    if not flags:
-        return  # this kernel does not tell
-    present = {_plain(flag) for flag in flags}
+    present = {_plain(flag) for flag in (info.get("flags") or info.get("Features") or "").split()}
     missing = [f for f in built_for.features if _plain(_KERNEL_NAME.get(f, f)) not in present]
-    if missing:
+    if present and missing:  # some kernels do not tell
         raise ModuleError(f"the module was compiled for {built_for.arch} ({built_for.name}) and uses "
                           f"{', '.join(missing)}, which this CPU lacks: compile it here with target='cpu'")
 
@@ -59,14 +53,8 @@ def _plain(name: str) -> str:
 
 
 class Module:
-    """A compiled layer without weights; made by :func:`load` and ``ecornn.compile``.
-
-    Attributes
-    ----------
-    path : the file
-    manifest : what it says about itself
-    library : the functions that it exports
-    """
+    """A compiled layer without weights; made by :func:`load` and ``ecornn.compile``. ``path`` is the file, ``manifest``
+    what it says about itself, ``library`` the functions that it exports."""
 
     def __init__(self, path: Path, library: Library, manifest: Manifest) -> None:
         self.path, self.library, self.manifest = path, library, manifest
@@ -93,8 +81,7 @@ class Module:
         """Copies the module file to ``path``, complete or not at all; an older file there is replaced.
 
         Raises :class:`ModuleError` where the file has been removed since it was loaded, and OSError
-        where ``path`` cannot be written or is no regular file.
-        """
+        where ``path`` cannot be written or is no regular file."""
         to = Path(path)
         if not self.path.is_file():
             raise ModuleError(f"the module's file {self.path} is gone")
@@ -129,8 +116,7 @@ class Module:
         NotFiniteError : a weight is infinite, and the module multiplies pairs (CPU) or weights of integers
         ModuleError : this machine cannot run the module
         DeviceError : there is no such device
-        ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU
-        """
+        ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU"""
         _integer("device", device, 0, 1 << 16)
         check_host(self.manifest.device, device)
         if self.manifest.device.kind == "cuda":
@@ -155,10 +141,8 @@ def load(path: str | os.PathLike[str]) -> Module:
 
     The file's code runs in this process: load only files that you trust. It may be for another
     machine; :meth:`Module.bind` refuses it then. Raises :class:`ModuleError` where the file is missing,
-    damaged, or not a module of this version.
-    """
-    file = Path(path).absolute()
-    library = open_library(file)
+    damaged, or not a module of this version."""
+    library = open_library(file := Path(path).absolute())
     return Module(file, library, decode(str(library.manifest())))
 
 

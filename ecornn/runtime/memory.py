@@ -56,18 +56,15 @@ def address(array: np.ndarray[Any, Any]) -> int:
 
 
 class Pool:
-    """Workspaces that no call uses, by key; a call takes one and gives it back.
-
-    Calls that run at the same time hold different ones. A key stands for what orders its users: a
-    CUDA stream, on which the work of a call may still be under way when the workspace is given back.
-    """
+    """Workspaces that no call uses, by key; a call takes one and gives it back. Calls that run at the same time hold
+    different ones. A key stands for what orders its users: a CUDA stream, on which the work of a call may still be
+    under way when the workspace is given back."""
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Memory]] = {}
 
     def take(self, key: Hashable, nbytes: int) -> Memory | None:
-        """An idle one of at least ``nbytes``; None where the caller has to make one. A smaller one is
-        dropped, for the caller's to take its place."""
+        """An idle one of at least ``nbytes``; None where the caller makes one, for which a smaller one is dropped."""
         try:
             found = self._idle[key].pop()
         except (KeyError, IndexError):

@@ -1,6 +1,5 @@
-"""Where the arguments of an entry come from: the buffers of a module, sorted by role and tensor; and calls by addresses
-alone, for callers that call often and have checked all there is. Where arguments belong is found once, and a call puts
-its addresses between what is known."""
+"""Where the arguments of an entry come from: the buffers of a module by role and tensor, found once; and calls by
+addresses alone, for callers that call often and have checked all there is."""
 
 from __future__ import annotations
 
@@ -27,45 +26,31 @@ _Key = tuple[str, str | None, int]  # tensor, state, part
 
 @dataclass(frozen=True, eq=False)
 class EntryPlan:
-    """Positions in the argument list of an entry.
+    """Positions in the argument list of an entry. A tensor has one, none where it is optional or a switch that the
+    entry has not, or one for each state and sequence, by state and then by sequence; gradients have one for each
+    parameter, in the manifest's order."""
 
-    Attributes
-    ----------
-    count : arguments in all
-    at : tensor -> its positions: one, none where it is optional or a switch that the entry has not, or one for each
-        state and sequence, by state and then by sequence; of gradients one for each parameter, in the manifest's order
-    packed, kept, scratch : (position, buffer) of packed weights, of what forward keeps, and of workspaces
-    """
-
-    count: int
-    at: Mapping[str, tuple[int, ...]]
-    packed: tuple[tuple[int, Buffer], ...]
-    kept: tuple[tuple[int, Buffer], ...]
-    scratch: tuple[tuple[int, Buffer], ...]
+    count: int  # arguments in all
+    at: Mapping[str, tuple[int, ...]]  # tensor -> its positions
+    packed: tuple[tuple[int, Buffer], ...]  # weights
+    kept: tuple[tuple[int, Buffer], ...]  # by forward
+    scratch: tuple[tuple[int, Buffer], ...]  # workspaces
 
     def offsets(self, steps: int, elsewhere: Container[str] = ()) -> tuple[tuple[int, ...], int]:
-        """Where each workspace buffer starts at T = ``steps``, but those that lie ``elsewhere``, and the bytes of all.
-        """
+        """Where workspace buffers start at T = ``steps``, but those that lie ``elsewhere``, and the bytes of all."""
         return layout([0 if b.name in elsewhere else b.nbytes(steps) for _, b in self.scratch])
 
     def order(self, positions: Sequence[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """A function that makes arguments of values for these positions, which are all that there are. It takes less
-        than a microsecond; to put a list together position by position would take two."""
+        """A function that puts values for all positions in order, in less than a microsecond; a list by position takes
+        two."""
         assert sorted(positions) == [*range(self.count)] and self.count > SCALARS
         return itemgetter(*sorted(range(self.count), key=positions.__getitem__))
 
 
 class Order:
     """How addresses, in the order in which a call has them, become arguments of ``run``: T, B, device and queue; packed
-    weights; an address of zeros for each state, unless there are states to start from; workspaces; x, states, those of
-    :data:`MASKS` that the module takes, y and states.
-
-    Parameters
-    ----------
-    plan : of ``run``
-    packed : name of a buffer -> the address of its packed weights
-    zeros : gives the address of so many bytes of zeros; None: a call has states to start from
-    """
+    weights; an address of zeros for each state, which ``zeros`` gives for so many bytes, unless there are states to
+    start from; workspaces; x, states, those of :data:`MASKS` that the module takes, y and states."""
 
     def __init__(self, plan: EntryPlan, manifest: Manifest, packed: Mapping[str, int], device: int,
                  zeros: Callable[[int], int] | None) -> None:
@@ -80,8 +65,7 @@ class Order:
 
     def of(self, sizes: tuple[int, int, int], queue: int, given: Sequence[int],
            scratch: Sequence[int]) -> tuple[int, ...]:
-        """The arguments. ``sizes``: T, B and the rows of states; ``given``: x, states unless they are zero, masks, y
-        and states; ``scratch``: the workspaces."""
+        """The arguments for T, B and rows of states; ``given``: x, states unless they are zero, masks, y and states."""
         (steps, batch, rows), parts = sizes, self._parts
         size = rows * self._row  # from one sequence's part of a state to the next one's
         zeros = () if self._zeros is None else (self._zeros(size * parts),) * self._absent
@@ -114,21 +98,15 @@ def entry_plan(manifest: Manifest, entry: str) -> EntryPlan:
 
 def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
     """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
-    What the gradient of x may lie in is the last one.
-
-    Rows of the batch that a call does not have are not kept.
-    """
+    What the gradient of x may lie in is the last one. Rows of the batch that a call does not have are not kept."""
     taken = {name for entry in (FORWARD, BACKWARD) for name in manifest.entries.get(entry, ())}
     kept = sorted((b for b in manifest.buffers if b.role == KEPT and b.name in taken),
                   key=lambda b: b.name == manifest.dx_in)
-    most = manifest.workload.batch
-    sizes = [-(-b.extent.at(steps) * batch // most) * b.itemsize for b in kept]
-    offsets, total = layout(sizes)
+    offsets, total = layout([-(-b.extent.at(steps) * batch // manifest.workload.batch) * b.itemsize for b in kept])
     return {b.name: start for b, start in zip(kept, offsets, strict=True)}, total
 
 
 def _taken(manifest: Manifest, entry: str) -> list[tuple[int, Buffer]]:
-    """(position, buffer) of the pointers of an entry."""
     buffers = {b.name: b for b in manifest.buffers}
     names = manifest.entries.get(entry)
     if names is None:
@@ -152,29 +130,19 @@ def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
 
 
 class AddressedCall:
-    """An entry of a layer, for one T and B.
-
-    Parameters
-    ----------
-    layer : a :class:`~ecornn.runtime.caller.Caller`
-    entry : ``run``, ``forward`` or ``backward``
-    steps, batch : T and B
-    tensors : names of all that the entry exchanges, in the order in which their addresses will be given
-    """
+    """An entry of a :class:`~ecornn.runtime.caller.Caller`: ``run``, ``forward`` or ``backward``, for one T and B.
+    ``tensors`` names all that the entry exchanges, in the order in which their addresses will be given."""
 
     def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
-        plan, manifest = entry_plan(layer.manifest, entry), layer.manifest
+        plan, manifest, library = entry_plan(layer.manifest, entry), layer.manifest, layer.library
         work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
-        library = layer.library
         function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
-        self._on_cpu = layer.threads is not None
+        self._on_cpu, self._pool = layer.threads is not None, layer.workspaces
         self._function = in_turns(function) if self._on_cpu and SHORT < work <= TURNS else function
-        self._pool = layer.workspaces
         starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
         self._kept = [starts[b.name] for _, b in plan.kept]
         self._offsets, self._room = plan.offsets(steps)
-        scalars = (steps, batch, layer.device, layer.threads)
-        queue = [] if self._on_cpu else [len(scalars) - 1]
+        scalars, queue = (steps, batch, layer.device, layer.threads), [] if self._on_cpu else [SCALARS - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
         fixed |= dict.fromkeys(plan.at.get("existing", ()), 1)  # gradients are added to
@@ -184,8 +152,7 @@ class AddressedCall:
         parts: list[tuple[int, int]] = []  # of each the number of an array, and how far behind its begin it points
         arrays = 0
         for name in tensors:
-            positions = plan.at[name]
-            each = count if TENSORS[name].by_state else 1
+            positions, each = plan.at[name], count if TENSORS[name].by_state else 1
             parts += [(arrays + n // each, n % each * size) for n in range(len(positions))]
             arrays += len(positions) // each
             given += positions
@@ -205,13 +172,11 @@ class AddressedCall:
         memory = self._pool.take(_IDLE, self._room)  # calls of other threads have their own
         if memory is None:
             memory = HostMemory(self._room)
-        known = self._at.get(memory.pointer) or self._known(memory.pointer)
-        self._function(*self._order(known + addresses))
+        self._function(*self._order((self._at.get(memory.pointer) or self._known(memory.pointer)) + addresses))
         self._pool.give(_IDLE, memory)
 
     def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory]) -> None:
-        """The same on a GPU, put on this stream, which no CUDA graph captures; ``workspace`` makes memory of so many
-        bytes there."""
+        """The same on a GPU's stream, which no CUDA graph captures; ``workspace`` makes so many bytes there."""
         if self._parts is not None:
             addresses = tuple([addresses[number] + offset for number, offset in self._parts])
         memory = self._pool.take(queue, self._room) or workspace(self._room)

@@ -4,8 +4,7 @@ A thread that gives Python's lock away for some microseconds has it back before 
 other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
 one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order, half as many at
 once as there are cores: others are between their calls, with Python's lock. To wake one takes longer than a call, so a
-thread that soon calls again goes on for a few of them before it hands its turn over.
-"""
+thread that soon calls again goes on for a few of them before it hands its turn over."""
 
 from __future__ import annotations
 
@@ -45,12 +44,7 @@ PATIENCE = 20e-3  # seconds after which the first one that waits looks whether t
 
 
 class Turns:
-    """A context in which so many threads are at once, the others after them in the order in which they came.
-
-    Parameters
-    ----------
-    places : how many
-    """
+    """A context in which ``places`` threads are at once, the others after them in the order in which they came."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places

@@ -1,5 +1,4 @@
-"""The weights of a layer: names and shapes as a user passes them, and packed where its code runs, by the module's C
-interface (``include/ecornn.h``), which ctypes calls."""
+"""The weights of a layer: as a user passes them, and packed where its code runs, by the C interface (``ecornn.h``)."""
 
 from __future__ import annotations
 
@@ -67,23 +66,10 @@ def api_of(file: ctypes.CDLL | None) -> _Api:
 
 
 class PackedWeights:
-    """Weights that a module has packed where it runs, and zeros; the memory lives as long as this.
-
-    Parameters
-    ----------
-    manifest, library : of the module
-    weights : by name, as :meth:`Module.bind` takes them
-    device : number of the GPU; 0 for a CPU
-    threads : of a CPU, which pack; None on a GPU
-
-    Attributes
-    ----------
-    packed : name of a buffer -> the address of its packed weights; equal ones are kept once
-
-    Raises as :func:`read_weights`, :class:`NotFiniteError` for an infinite weight where the module's products need
-    finite ones, :class:`DeviceError` for a device that is not there, and :class:`ModuleError` for a module that packs
-    in a way that is not known.
-    """
+    """Weights, by name as :meth:`Module.bind` takes them, that a module has packed where it runs, and zeros; the memory
+    lives as long as this. ``packed`` has the address of packed weights by the name of a buffer; equal ones are kept
+    once. ``device`` is 0 for a CPU, whose ``threads`` pack; these are None on a GPU. Raises what :meth:`Module.bind`
+    does."""
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
@@ -97,9 +83,8 @@ class PackedWeights:
         # At the end of the process the driver takes everything back, and may be gone already.
         weakref.finalize(self, api.release, self._layer).atexit = False
         buffers = [b for b in manifest.buffers if b.role == PACKED]
-        for buffer in buffers:
-            if buffer.packing is None:
-                raise ModuleError(f"the module does not say how to pack {buffer.name}")
+        if unknown := [b.name for b in buffers if b.packing is None]:
+            raise ModuleError(f"the module does not say how to pack {unknown[0]}")
         packings = [*dict.fromkeys(b.packing for b in buffers)]
         addresses = api.packed(self._layer)[:len(packings)]  # in the order of packings in the manifest
         self.packed: dict[str, int] = {b.name: addresses[packings.index(b.packing)] for b in buffers}
@@ -110,11 +95,10 @@ class PackedWeights:
     def repack(self, weights: Mapping[str, Any]) -> None:
         """Packs weights where the ones before were; see :meth:`Layer.repack`."""
         given, stream = self._read(weights)
-        if self._manifest.device.kind == "cuda":
-            for name, value in given.items():
-                if isinstance(value, np.ndarray):
-                    raise DeviceError(f"weights: {name}", "not all on the GPU", f"float32, float16 or bfloat16 tensors "
-                                      f"on cuda:{self._device}, where they are packed")
+        for name, value in given.items() if self._manifest.device.kind == "cuda" else ():
+            if isinstance(value, np.ndarray):
+                raise DeviceError(f"weights: {name}", "not all on the GPU", f"float32, float16 or bfloat16 tensors on "
+                                  f"cuda:{self._device}, where they are packed")
         error, (named, _kept) = _Error(), _named(given)
         _check(self._api.repack(self._layer, named, len(given), stream, ctypes.byref(error)), error)
 
@@ -133,7 +117,6 @@ class PackedWeights:
         return self._pack_at(pointers, "float32", flags, NEEDED | OPTIONAL, 0)
 
     def _pack_at(self, pointers: Sequence[int], dtype: str, flags: bytes | None, parts: int, stream: int) -> bool:
-        """Calls ``pack_at`` of ecornn.h; False where the module's own code cannot pack these."""
         at, kind, error = (ctypes.c_int64 * len(pointers))(*pointers), DLDataType(*DLPACK[dtype], 1), _Error()
         code = self._api.pack_at(self._layer, at, kind, flags, parts, stream, ctypes.byref(error))
         if code != _UNSUPPORTED:
@@ -155,20 +138,15 @@ class PackedWeights:
         """A pointer to as many zeros: kept, of the compiled B at least, and more where there are more sequences."""
         room, pointer, kept = self._zeros  # one tuple, so that a thread never sees halves of two
         if room < nbytes:
-            memory = self._zero_memory(nbytes)
+            memory: Memory = (host := HostMemory(nbytes))
+            host.bytes[:] = 0
+            if self._manifest.device.kind == "cuda":
+                memory = DeviceMemory(self._library, self._device, nbytes)
+                self._library.copy(self._device, memory.pointer, host.pointer, nbytes, 0)
+                self._library.synchronize(self._device, 0)  # any stream may read
             pointer = memory.pointer
             self._zeros = nbytes, pointer, [*kept, memory]
         return pointer
-
-    def _zero_memory(self, nbytes: int) -> Memory:
-        host = HostMemory(nbytes)
-        host.bytes[:] = 0
-        if self._manifest.device.kind != "cuda":
-            return host
-        memory, library = DeviceMemory(self._library, self._device, nbytes), self._library
-        library.copy(self._device, memory.pointer, host.pointer, nbytes, 0)
-        library.synchronize(self._device, 0)  # any stream may read
-        return memory
 
 
 def _check(code: int, error: _Error) -> None:
@@ -201,13 +179,10 @@ def _named(weights: Mapping[str, Any]) -> tuple[ctypes.Array[_Named], list[Any]]
 
 
 def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:
-    """The weights, (G*H, K) or (G*H,), by name: NumPy arrays, float16, float32 or float64. Torch tensors, where all are
-    on the GPU that the module is bound for.
-
-    Raises :class:`WeightsError` for missing or unexpected names, :class:`ShapeError`,
-    :class:`DTypeError` for what is not floating point, :class:`NotFiniteError` for infinite ones of products that need
-    others, :class:`ArgumentError` for what is no array.
-    """
+    """The weights, (G*H, K) or (G*H,), by name: NumPy arrays, float16, float32 or float64; Torch tensors, where all are
+    on the GPU that the module is bound for. Raises :class:`WeightsError` for other names, :class:`ShapeError`,
+    :class:`DTypeError`, :class:`ArgumentError` and, for infinite ones of products that need others,
+    :class:`NotFiniteError`."""
     if not isinstance(weights, Mapping):
         raise ArgumentError("weights", type(weights), "a dict of arrays by PyTorch's names")
     expected = [parameter.name for parameter in manifest.parameters]
@@ -230,23 +205,18 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
 
 
 def _infinite(array: Any) -> bool:
-    """Whether a value is infinite in float32."""
     if not isinstance(array, np.ndarray):
         return bool(array.float().isinf().any())
     with np.errstate(over="ignore"):
         return bool(np.isinf(array.astype(np.float32, copy=False)).any())
 
 
-def _shape(value: Any, name: str) -> tuple[int, ...]:
-    try:
-        return tuple(getattr(value, "shape", ()))
-    except (RuntimeError, TypeError) as error:  # torch's nested and uninitialized ones have none
-        raise ArgumentError(name, type(value), f"an array with a shape ({str(error).splitlines()[0]})") from error
-
-
 def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> Any:
     name = f"weights[{parameter.name!r}]"
-    shape = _shape(value, name)
+    try:
+        shape = tuple(getattr(value, "shape", ()))
+    except (RuntimeError, TypeError) as error:  # torch's nested and uninitialized ones have none
+        raise ArgumentError(name, type(value), f"an array with a shape ({str(error).splitlines()[0]})") from error
     array = value.detach() if there else arrays_of(value, name).to_host(value, name, library)
     if shape != parameter.shape:
         raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
@@ -254,6 +224,4 @@ def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> An
         return array
     if array.dtype.kind != "f":
         raise DTypeError(f"{name}.dtype", str(array.dtype), "a floating-point type")
-    if array.dtype.itemsize > 8 or not array.dtype.isnative:
-        array = array.astype(np.float64)
-    return array
+    return array.astype(np.float64) if array.dtype.itemsize > 8 or not array.dtype.isnative else array

@@ -152,7 +152,7 @@ def test_a_program_of_another_process(lstm: ecornn.jax.Recurrent, tmp_path: Path
 import sys, jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
 import ecornn, ecornn.jax
-from ecornn.jax.recurrent import library
+from ecornn.jax import library
 folder = sys.argv[1]
 program = jax.export.deserialize(open(folder + "/program", "rb").read())
 weights = dict(np.load(folder + "/arrays.npz"))
