@@ -42,7 +42,7 @@ class Place:
 
     def at(self, e: Emitter, row: Expr) -> Expr:
         """The index of the row's first unit."""
-        return e.index(self.start) + row * e.index(self.stride)
+        return e.index(self.start) + row * self.stride
 
 
 class Memory:
@@ -118,7 +118,7 @@ class Memory:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""
         e, s = self.e, self.shape
         if operand is None:
-            return self.data["x"], e.let("x_first", first * self.batch * e.index(self.x_stride)), self.x_stride
+            return self.data["x"], e.let("x_first", first * self.batch * self.x_stride), self.x_stride
         if operand in self.kept:
             return self.kept[operand], e.index(0), s.width
         if operand in self.given:
@@ -145,7 +145,7 @@ class Timeline:
         e = self.e
         if not self.traversal.lengths:
             return self.steps
-        last = e.tirx.Min(row, self.batch - e.index(1))
+        last = e.tirx.Min(row, self.batch - 1)
         return e.let("limit", e.tirx.Min(e.tirx.Cast("int64", e.load(self.data["lengths"], last)), self.steps))
 
     def live(self, t: Expr, row: Expr) -> Expr | None:
@@ -171,9 +171,9 @@ class Timeline:
         if not self.traversal.resets:
             return values
         e = self.e
-        step = e.let("start", self.at(t) + e.index(1) if self.traversal.reverse else t)
-        inside = e.let("inside", e.tirx.And(step >= e.index(self.first_start), step < self.limit(row)))
-        last = e.tirx.Min(row, self.batch - e.index(1))
+        step = e.let("start", self.at(t) + 1 if self.traversal.reverse else t)
+        inside = e.let("inside", e.tirx.And(step >= self.first_start, step < self.limit(row)))
+        last = e.tirx.Min(row, self.batch - 1)
         mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
         reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")
         fresh = e.let("fresh", e.tirx.And(inside, reset))

@@ -83,17 +83,17 @@ def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: in
 def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr], Expr]) -> None:
     """Writes one row; ``load`` gives the vector from an index on, of which so many values count, zeros after them."""
     total, largest = e.local("total"), e.local("largest")
-    vectors, start = into.stride // e.lanes, e.let("start", row * e.index(into.width))
+    vectors, start = into.stride // e.lanes, e.let("start", row * into.width)
     memory = into.copies[0]
     e.vstore(total, 0, e.splat(0.0))
     e.vstore(largest, 0, e.splat(0.0))
     for part in range(into.pairs):
         with e.loop("part", vectors) as number:
-            inside = e.let("inside", number * e.index(e.lanes))
+            inside = e.let("inside", number * e.lanes)
             first = e.let("first", e.index(part * into.length) + inside)
             count = e.tirx.Min(e.index(into.length) - inside, e.index(into.k) - first)
             value = load(first, e.let("count", count))
-            e.vstore(memory, start + e.index(part * into.stride) + inside, value)
+            e.vstore(memory, start + part * into.stride + inside, value)
             size = e.let("size", e.intrinsic("fabs", value))
             e.vstore(total, 0, e.vload(total, 0) + size)
             e.vstore(largest, 0, e.tirx.Max(e.vload(largest, 0), size))
@@ -112,10 +112,10 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
     sums = e.local("sums")
     e.vstore(sums, 0, e.splat(0.0))
     with e.loop("part", vectors) as number:
-        at = e.let("at", start + number * e.index(e.lanes))
+        at = e.let("at", start + number * e.lanes)
         values = []
         for part in range(into.pairs):
-            place = at + e.index(part * into.stride)
+            place = at + part * into.stride
             values.append(e.let("scaled", e.vload(memory, place) * scale))
             e.vstore(memory, place, values[-1])
         e.vstore(sums, 0, e.fma(values[0], values[1], e.vload(sums, 0)))
@@ -131,20 +131,20 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
     """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
     ``products``: a vector of the units' sums of pairs for each column."""
     columns, length, stride, width = len(into[0]), operand.length, operand.stride, operand.width
-    starts = [e.let("operand", top * e.index(width)) for _ in range(columns)]
-    sums = [e.let("sum", e.load(operand.sums, top + e.index(m))) for m in range(len(into))]
+    starts = [e.let("operand", top * width) for _ in range(columns)]
+    sums = [e.let("sum", e.load(operand.sums, top + m)) for m in range(len(into))]
     # rows past the last may hold anything
-    fine = [e.tirx.Or(total < e.number(PLAIN), top + e.index(m) >= rows) for m, total in enumerate(sums)]
+    fine = [e.tirx.Or(total < e.number(PLAIN), top + m >= rows) for m, total in enumerate(sums)]
     paired = e.let("paired", reduce(e.tirx.And, fine))
 
     def weight(k: Expr, part: Expr | int) -> list[Expr]:
-        first = weight_start + (k * e.index(operand.pairs) + e.index(part)) * e.index(columns * e.lanes)
-        return [e.let(f"w{n}", e.vload(weights, first + e.index(n * e.lanes))) for n in range(columns)]
+        first = weight_start + (k * operand.pairs + part) * (columns * e.lanes)
+        return [e.let(f"w{n}", e.vload(weights, first + n * e.lanes)) for n in range(columns)]
 
     def value(m: int, n: int, k: Expr, part: int) -> Expr:
         """One element of a row in all lanes. Loaded through a pointer of the column's own, it is an operand in
         memory of one instruction; else it would be one instruction more, in the units that add."""
-        place = starts[n] + e.index(m * width + part * stride) + k
+        place = starts[n] + (m * width + part * stride) + k
         return e.splat(e.load(operand.copies[n % len(operand.copies)], place))
 
     def add(m: int, n: int, a: Expr, b: Expr) -> None:
@@ -155,9 +155,9 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
             for n, register in enumerate(row):
                 e.vstore(register, 0, e.splat(sums[m]) + products[n])
         with e.loop("k", length // UNROLL) as block:
-            base = e.let("k_first", block * e.index(UNROLL))
+            base = e.let("k_first", block * UNROLL)
             for u in range(UNROLL):
-                k = base + e.index(u)
+                k = base + u
                 first, second = weight(k, 0), weight(k, 1)
                 for m in range(len(into)):
                     for n in range(columns):
@@ -175,7 +175,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
     with e.when(e.tirx.Not(paired)), e.loop("part", operand.pairs) as part, e.loop("k", length) as k:
         loaded = weight(k, part)
         for m in range(len(into)):
-            place = starts[0] + e.index(m * width) + part * e.index(stride) + k
+            place = starts[0] + m * width + part * stride + k
             one = e.let("value", e.splat(e.load(operand.copies[0], place)))
             for n in range(columns):
                 add(m, n, one, loaded[n])

@@ -135,12 +135,12 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     group = stored.group
 
     def one(at: Expr, values: int = group) -> None:
-        first = e.let("group", weight_start + at * e.index(columns * stored.words * e.lanes))
-        loaded = [[e.let("words", e.vload(weights, first + e.index((n * stored.words + word) * e.lanes)))
+        first = e.let("group", weight_start + at * (columns * stored.words * e.lanes))
+        loaded = [[e.let("words", e.vload(weights, first + (n * stored.words + word) * e.lanes))
                    for word in range(stored.words)] for n in range(columns)]
         for place in range(1 if kind == "int8" else values):
             vectors = [widen(e, words, place, kind) for words in loaded]
-            index = at if kind == "int8" else at * e.index(group) + e.index(place)
+            index = at if kind == "int8" else at * group + place
             for start, row in zip(starts, into, strict=True):
                 value = e.let("value", e.splat(e.load(operand, start + index)))
                 for register, vector in zip(row, vectors, strict=True):
@@ -156,11 +156,11 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     line = LINE // stored.word
     lines = -(-asked.share // (line * max(1, blocks)))  # in each block
     with e.loop("k", blocks) as block:
-        base = e.let("k_first", block * e.index(unroll))
+        base = e.let("k_first", block * unroll)
         for u in range(unroll):
-            one(base + e.index(u))
+            one(base + u)
             for number in range(u * lines // unroll, (u + 1) * lines // unroll):
-                e.prefetch(weights, asked.start + (block * e.index(lines) + e.index(number)) * e.index(line))
+                e.prefetch(weights, asked.start + (block * lines + number) * line)
     for rest in range(whole - whole % unroll, whole):
         one(e.index(rest))
     if whole < groups:
@@ -193,7 +193,7 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Ex
     e.vstore(spoilt, 0, e.splat(0.0))
     e.vstore(sums, 0, e.splat(0, "int32"))
     with e.loop("part", into.width // e.lanes) as part:
-        at = part * e.index(e.lanes)
+        at = part * e.lanes
         value = load(at, e.index(into.k) - at)
         e.vstore(magnitudes, 0, e.tirx.Max(e.vload(magnitudes, 0), e.intrinsic("fabs", value)))
         e.vstore(spoilt, 0, e.fma(value, e.splat(0.0), e.vload(spoilt, 0)))  # NaN once there is NaN or infinity
@@ -201,13 +201,13 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Ex
     inverse = e.let("inverse", e.splat(LARGEST) / e.splat(e.tirx.Max(largest, e.tirx.const(TINY, "float32"))))
     e.store(into.scales, row, largest / e.tirx.const(LARGEST, "float32") + across(e, spoilt, lambda a, b: a + b))
     with e.loop("part", into.width // e.lanes) as part:
-        at = e.let("at", part * e.index(e.lanes))
+        at = e.let("at", part * e.lanes)
         # Max returns its second operand for NaN, of which no integer may be made
         bounded = e.tirx.Min(e.tirx.Max(load(at, e.index(into.k) - at) * inverse, e.splat(-LARGEST)), e.splat(LARGEST))
         whole = e.let("whole", e.cast("int32", e.intrinsic("nearbyint", bounded)))
         e.vstore(sums, 0, e.vload(sums, 0) + whole)
         words = e.lanes // 4
-        first = e.div(row * e.index(into.width) + at, 4)
+        first = e.div(row * into.width + at, 4)
         packed = e.tirx.reinterpret(f"int32x{words}", e.cast("int8", whole))
         e.add(e.tirx.BufferStore(into.words, packed, [e.tirx.Ramp(first, e.index(1), words)]))
     e.store(into.sums, row, across(e, sums, lambda a, b: a + b) * e.tirx.const(OFFSET, "int32"))

@@ -78,9 +78,9 @@ class Sequence(Worker):
         with self.vectors_of("final", self.batch) as (b, unit):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name in self.graph.states:
-                at = self.slot(name, self.steps) + b * e.index(s.width) + unit
+                at = self.slot(name, self.steps) + b * s.width + unit
                 value = e.let(name, e.vload(self.data[f"{name}_state"], at))
-                e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * e.index(s.hidden) + unit, value, valid)
+                e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * s.hidden + unit, value, valid)
 
 
 class LoopTask(TileTask):
@@ -111,12 +111,12 @@ class ReadOutTask(TileTask):
         values = [self.value(var) for var in o.graph.outputs]
         live = o.owner.live_row(self.first, self.at_row)
         own = len(values) * hidden
-        row = (self.first * o.batch + self.at_row) * e.index(o.y.y_width(own))
-        at = e.let("y_at", row + e.index(o.y.y_offset(own)) + self.unit)
+        row = (self.first * o.batch + self.at_row) * o.y.y_width(own)
+        at = e.let("y_at", row + o.y.y_offset(own) + self.unit)
         valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, e.index(hidden) - self.unit, e.index(0)))
         for number, value in enumerate(values):
             value = o.owner.timeline.masked(live, value, e.splat(0.0))
-            e.vstore_part("y_part", o.owner.data["y"], at + e.index(number * hidden), value, valid)
+            e.vstore_part("y_part", o.owner.data["y"], at + number * hidden, value, valid)
 
 
 class ReadOutPass(Pass):

@@ -59,13 +59,13 @@ class TileTask:
         k = self.o.depth(term)
         data, starts = self.operand(number, term.operand)
         if term.heads > 1:  # that of the tile's units
-            head = e.let("head", e.div(self.units, k // (self.tile.vectors * s.lanes)) * e.index(k))
+            head = e.let("head", e.div(self.units, k // (self.tile.vectors * s.lanes)) * k)
             starts = [e.let("start", start + head) for start in starts]
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
         size = STORED[s.weights].size(k, columns * s.lanes)
 
         def add(into: list[list[TirBuffer]]) -> None:
-            multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
+            multiply(e, into, data, starts, weights, e.let("weight_start", self.units * size), k,
                      self.tile.unroll, s.weights, self.asked(size))
 
         return add
@@ -76,7 +76,7 @@ class TileTask:
             return None
         e, (units, part, parts) = self.e, self.ahead
         share = -(-size // parts)
-        return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
+        return Ahead(e.let("ahead", units * size + part * share), share)
 
     def pairs(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The function that adds a product by pairs, of the copies that were made of the operand's rows."""
@@ -87,11 +87,11 @@ class TileTask:
         def add(into: list[list[TirBuffer]]) -> None:
             products = []
             for column in range(columns):
-                unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
+                unit = (self.units * vectors + column % vectors) * s.lanes
                 at = e.index(column // vectors * units) + unit
                 products.append(e.let("product", e.vload(data[f"{self.stage.name}_products_{number}"], at)))
             multiply_pairs(e, into, copy, self.top, self.rows, data[f"{self.stage.name}_weights_{number}"],
-                           e.let("weight_start", self.units * e.index(size)), products)
+                           e.let("weight_start", self.units * size), products)
 
         return add
 
@@ -101,22 +101,22 @@ class TileTask:
         if self.s.weights == "int8":
             integers = self.o.integers[self.stage.name, number]
             words = integers.width // STORED["int8"].group
-            return integers.words, [e.let("operand", (self.top + e.index(m)) * e.index(words)) for m in rows]
+            return integers.words, [e.let("operand", (self.top + m) * words) for m in rows]
         data, start, stride = self.o.operand(operand, self.first, self.t)
         if operand is not None:
-            start = e.let("operand", start + self.top * e.index(stride))
-            return data, [start + e.index(m * stride) for m in rows]
+            start = e.let("operand", start + self.top * stride)
+            return data, [start + m * stride for m in rows]
         # rows past the last one read the last one again, never past the end of x
-        last = self.rows - e.index(1)
-        return data, [e.let("x_row", start + e.tirx.Min(self.top + e.index(m), last) * e.index(stride)) for m in rows]
+        last = self.rows - 1
+        return data, [e.let("x_row", start + e.tirx.Min(self.top + m, last) * stride) for m in rows]
 
     def locate(self, m: int, v: int) -> None:
         """Sets the row and the vector that values are of from now on."""
         e, s = self.e, self.s
         self.values, self.m, self.v = {}, m, v
-        self.at_row = e.let("row", self.top + e.index(m))
-        self.unit = e.let("unit", (self.units * e.index(self.tile.vectors) + e.index(v)) * e.index(s.lanes))
-        self.at = e.let("at", self.at_row * e.index(s.width) + self.unit)
+        self.at_row = e.let("row", self.top + m)
+        self.unit = e.let("unit", (self.units * self.tile.vectors + v) * s.lanes)
+        self.at = e.let("at", self.at_row * s.width + self.unit)
 
     def pointwise(self, m: int, v: int) -> None:
         """Computes and stores all values of a row and vector."""
@@ -146,7 +146,7 @@ class TileTask:
         if live is not None:
             states = o.graph.states
             results = {n: timeline.masked(live, r, self.value(states[n])) for n, r in results.items()}
-        after = self.t + e.index(1)
+        after = self.t + 1
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
         self.publish(live, results)
@@ -156,14 +156,14 @@ class TileTask:
         e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
         y_row = timeline.at(self.t) * o.batch + self.at_row
         own = o.graph.written * s.hidden
-        start = y_row * e.index(traversal.y_width(own)) + self.unit
+        start = y_row * traversal.y_width(own) + self.unit
         if traversal.y_offset(own):
-            start = start + e.index(traversal.y_offset(own))
+            start = start + traversal.y_offset(own)
         valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
         outputs = [timeline.masked(live, v, e.splat(0.0)) for v in self.outputs or [results[o.graph.output]]]
         at, valid = e.let("y_at", start), e.let("valid", valid)
         for number, output in enumerate(outputs):
-            place = at + e.index(number * s.hidden) if number else at
+            place = at + number * s.hidden if number else at
             e.vstore_part("y_part", o.data["y"], place, output, valid)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
@@ -212,7 +212,7 @@ class TileTask:
         if not place.units:
             row = o.row_of_chunk(self.first, self.t, self.at_row)
             return e.vload(place.data, place.at(e, row) + self.unit)
-        inside = e.tirx.Min(self.at_row, self.rows - e.index(1))
+        inside = e.tirx.Min(self.at_row, self.rows - 1)
         row = e.let("caller_row", self.first * o.batch + o.row_of_chunk(self.first, self.t, inside))
         start = e.let("caller_at", place.at(e, row) + self.unit)
         if place.units % self.s.lanes == 0 and self.s.width == place.units:
@@ -223,7 +223,7 @@ class TileTask:
         """The buffer that a statistic is in, and its index there."""
         e, o = self.e, self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)
-        return o.data[name], self.at_row * e.index(len(places)) + e.index(places[var])
+        return o.data[name], self.at_row * len(places) + places[var]
 
     def real(self, var: Var, product: Expr) -> Expr:
         """A product of float32, from one of integers or of scaled factors."""
@@ -242,9 +242,9 @@ class TileTask:
     def x_leaf(self, offset: int) -> Expr:
         """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
-        row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - e.index(1))
-        start = row * e.index(self.o.x_stride) + self.unit
-        start = e.let("x_at", start + e.index(offset) if offset else start)
+        row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - 1)
+        start = row * self.o.x_stride + self.unit
+        start = e.let("x_at", start + offset if offset else start)
         valid = e.let("x_valid", e.index(s.hidden) - self.unit)
         return e.vload_part("x_part", self.o.data["x"], start, valid)
 

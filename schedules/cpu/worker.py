@@ -112,7 +112,7 @@ class Worker(Memory):
         if not self.graph.invariants:
             return
         with self.tasks("invariant", e.index(s.width // s.lanes)) as task:
-            unit = e.let("unit", task * e.index(s.lanes))
+            unit = e.let("unit", task * s.lanes)
             values: dict[Var, Expr] = {}
 
             def value(var: Var) -> Expr:
@@ -165,7 +165,7 @@ class Worker(Memory):
         """First of this thread's tasks among 0 .. total - 1, and one past the last."""
         e = self.e
         begin = e.let(f"{name}_begin", e.div(total * self.thread, self.threads))
-        return begin, e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
+        return begin, e.let(f"{name}_end", e.div(total * (self.thread + 1), self.threads))
 
     @contextmanager
     def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Expr]:
@@ -175,7 +175,7 @@ class Worker(Memory):
         with e.loop(name, end - begin) as offset:
             task = begin + offset
             if back is not None:
-                task = e.tirx.Select(back, end - e.index(1) - offset, task)
+                task = e.tirx.Select(back, end - 1 - offset, task)
             yield e.let(f"{name}_task", task)
 
     @contextmanager
@@ -206,7 +206,7 @@ class Worker(Memory):
         begin, end = self.share(name, e.index(sum(totals)))
         for total in totals:
             first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total),
-                                                                                      at - e.index(before))))
+                                                                                      at - before)))
                            for which, at in (("first", begin), ("last", end)))
             yield e.loop(name, last - first, first)
             before += total
@@ -215,8 +215,8 @@ class Worker(Memory):
     def vectors_of(self, name: str, rows: Expr, row: str = "b") -> Iterator[tuple[Expr, Expr]]:
         """This thread's vectors of H units of ``rows`` rows: the number of the row, so named, and the first unit."""
         e, columns = self.e, -(-self.shape.hidden // self.shape.lanes)
-        with self.tasks(name, rows * e.index(columns)) as task:
-            yield e.let(row, e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(self.shape.lanes))
+        with self.tasks(name, rows * columns) as task:
+            yield e.let(row, e.div(task, columns)), e.let("unit", e.mod(task, columns) * self.shape.lanes)
 
     # -- steps ----------------------------------------------------------------------------------
     def begin(self, name: str, first: dict[str, TirBuffer]) -> None:
@@ -224,11 +224,11 @@ class Worker(Memory):
         e, s = self.e, self.shape
         with self.vectors_of(name, e.index(s.padded_batch)) as (b, unit):
             valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
-            at = b * e.index(s.hidden) + unit
+            at = b * s.hidden + unit
             values = {n: e.vload_part(f"{n}_first", first[n], at, valid) if n in first else e.splat(0.0)
                       for n in self.graph.states}
             for state, value in self.timeline.started(e.index(0), b, values).items():
-                e.vstore(self.data[f"{state}_state"], b * e.index(s.width) + unit, value)
+                e.vstore(self.data[f"{state}_state"], b * s.width + unit, value)
         self.invariants()
 
     @contextmanager
@@ -236,7 +236,7 @@ class Worker(Memory):
         """Chunks of steps: the first one in the loop's order, the first one of x, and how many."""
         e, chunk = self.e, self.shape.chunk
         with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
-            first = e.let("first", number * e.index(chunk))
+            first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(e.index(chunk), self.steps - first))
             low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
             yield first, low, count
@@ -272,17 +272,17 @@ class Worker(Memory):
         # Every other step goes from the last tile to the first, so that it begins with the weights that the step before
         # has left in the caches. In one direction, weights of more than a cache push out just what is needed next.
         back = e.tirx.EQ(e.mod(t, 2), e.index(1)) if self.every_step(stage) else None
-        total = row_tiles * e.index(self.shape.units(tile))
+        total = row_tiles * self.shape.units(tile)
         mine = self.taken(stage.name, total) if self.one_by_one(stage) else self.tasks(stage.name, total, back)
         with mine as task:
             units, number = e.let("tile", e.div(task, row_tiles)), e.let("row_tile", e.mod(task, row_tiles))
-            top = e.let("top", number * e.index(tile.rows))
+            top = e.let("top", number * tile.rows)
             ahead = None
             if tile.ahead and back is not None:
                 begin, end = self.share(stage.name, total)
-                nearest = e.div(begin, row_tiles), e.div(end - e.index(1), row_tiles)
-                following = e.tirx.Select(back, e.tirx.Max(units - e.index(1), nearest[0]),
-                                          e.tirx.Min(units + e.index(1), nearest[1]))
+                nearest = e.div(begin, row_tiles), e.div(end - 1, row_tiles)
+                following = e.tirx.Select(back, e.tirx.Max(units - 1, nearest[0]),
+                                          e.tirx.Min(units + 1, nearest[1]))
                 ahead = e.let("next", following), number, -(-self.shape.batch // tile.rows)
 
             def run(rows_of_tile: int) -> None:
@@ -293,9 +293,9 @@ class Worker(Memory):
                 return run(tile.rows)
             # the last rows of the batch are a tile of their own
             left = e.let("left", rows - top)
-            with e.when(left > e.index(short)):
+            with e.when(left > short):
                 run(tile.rows)
-            with e.when(left <= e.index(short)):
+            with e.when(left <= short):
                 run(short)
 
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
@@ -305,7 +305,7 @@ class Worker(Memory):
             integers = self.integers.get((stage.name, number))
             data, start, stride = self.operand(term.operand, first, t)
             with self.tasks("quantize" if integers else "prepare", rows) as row:
-                base = e.let("base", start + row * e.index(stride))
+                base = e.let("base", start + row * stride)
 
                 def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
                     return e.vload_part("operand", data, base + at, count)

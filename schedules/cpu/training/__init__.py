@@ -89,7 +89,7 @@ class KeepingTask(TileTask):
         e, hidden = self.e, self.s.hidden
         if not values:
             return
-        at = e.let("kept_at", row * e.index(hidden) + self.unit)
+        at = e.let("kept_at", row * hidden + self.unit)
         valid = e.let("kept", e.tirx.Select(self.at_row < rows, e.index(hidden) - self.unit, e.index(0)))
         for name, value in values.items():
             e.vstore_part("kept_part", self.o.data[name], at, value, valid)

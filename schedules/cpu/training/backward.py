@@ -41,7 +41,7 @@ class DxTask(TileTask):
         value = self.value(o.dx)
         row = self.first * o.batch + self.at_row
         valid = e.tirx.Select(self.at_row < self.rows, e.index(width) - self.unit, e.index(0))
-        at, valid = e.let("dx_at", row * e.index(o.stride) + self.unit), e.let("valid", valid)
+        at, valid = e.let("dx_at", row * o.stride + self.unit), e.let("valid", valid)
         if o.adds:
             value = value + e.vload_part("dx_before", o.data["dx"], at, valid)
         e.vstore_part("dx_part", o.data["dx"], at, value, valid)
@@ -200,7 +200,7 @@ class BackwardWorker(Worker):
         if self.total_row:
             lanes = self.shape.lanes
             with self.tasks("zero", e.index(len(self.total_row) * self.shape.width // lanes)) as task:
-                e.vstore(self.data["totals"], task * e.index(lanes), e.splat(0.0))
+                e.vstore(self.data["totals"], task * lanes, e.splat(0.0))
 
     def chunk(self, first: Expr, low: Expr, count: Expr) -> None:
         e, rows = self.e, self.e.let("rows", count * self.batch)
@@ -233,7 +233,7 @@ class BackwardWorker(Worker):
         """Writes zeros to dx, where the cell does not read x."""
         e, length = self.e, self.shape.input
         with self.tasks("no_dx", rows) as row:
-            start = e.let("start", (low * self.batch + row) * e.index(self.stride))
+            start = e.let("start", (low * self.batch + row) * self.stride)
             with e.loop("k", length) as k:
                 e.store(self.data["dx"], start + k, e.number(0.0))
 
@@ -250,7 +250,7 @@ class BackwardWorker(Worker):
                     start = place.at(e, there if place.units else row) + unit
                     value = e.let(var.name, e.vload_part(f"d_{var.name}", place.data, start, valid))
                     value = self.timeline.masked(live, value, e.splat(0.0))
-                at = e.let("at", there * e.index(self.stride) + e.index(offset) + unit)
+                at = e.let("at", there * self.stride + offset + unit)
                 if self.adds:
                     value = value + e.vload_part(f"{var.name}_before", dx, at, valid)
                 e.vstore_part(f"{var.name}_part", dx, at, value, valid)
@@ -261,7 +261,7 @@ class BackwardWorker(Worker):
         for s in sums:
             place, totals = places[s.value], self.data["totals"]
             with self.tasks("sum", e.index(width // lanes)) as task:
-                unit = e.let("unit", task * e.index(lanes))
+                unit = e.let("unit", task * lanes)
                 total = e.local("total")
                 e.vstore(total, 0, e.splat(0.0))
                 with e.loop("row", rows) as row:
@@ -287,7 +287,7 @@ class BackwardWorker(Worker):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name, var in adjoint.gradients.items():
                 value = e.splat(0.0) if var is None else e.vload(places[var].data, places[var].at(e, b) + unit)
-                e.vstore_part(f"d_{name}", self.data[f"d{name}_in"], b * e.index(s.hidden) + unit, value, valid)
+                e.vstore_part(f"d_{name}", self.data[f"d{name}_in"], b * s.hidden + unit, value, valid)
         self.add_up(adjoint.finish.sums, places, self.batch)
         e.call("ecornn_barrier")
         self.add_vectors()
@@ -298,7 +298,7 @@ class BackwardWorker(Worker):
         if not self.plans.adjoint.vectors:
             return
         with self.tasks("vectors", e.index(-(-s.hidden // s.lanes))) as task:
-            unit = e.let("unit", task * e.index(s.lanes))
+            unit = e.let("unit", task * s.lanes)
             valid = e.let("valid", e.index(s.hidden) - unit)
             values: dict[Var, Expr] = {}
 

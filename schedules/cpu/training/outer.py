@@ -78,8 +78,8 @@ class OuterProducts:
         before = 0
         with self.worker.taken("outer", e.index(sum(totals))) as task:
             for some, total in zip(work, totals, strict=True):
-                with e.when(e.tirx.And(task >= e.index(before), task < e.index(before + total))):
-                    self._outer(*some, rows, e.let("outer_task", task - e.index(before)))
+                with e.when(e.tirx.And(task >= before, task < before + total)):
+                    self._outer(*some, rows, e.let("outer_task", task - before))
                 before += total
 
     def copy(self, rows: Expr) -> None:
@@ -94,18 +94,18 @@ class OuterProducts:
         """Fills panels, ``together`` in each task. A vector that reaches past its row is written before the next."""
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
         with tasks as task:
-            first = e.let("first_panel", task * e.index(together))
+            first = e.let("first_panel", task * together)
             count = e.let("panels_here", e.tirx.Min(e.index(together), e.index(panels.count * panels.heads) - first))
             with e.loop("row", rows) as row, e.loop("panel", count) as number:
                 panel = first + number
-                inside = panel * e.index(width)
+                inside = panel * width
                 if panels.heads > 1:
-                    inside = (e.div(panel, panels.count) * e.index(panels.length)
-                              + e.mod(panel, panels.count) * e.index(width))
+                    inside = (e.div(panel, panels.count) * panels.length
+                              + e.mod(panel, panels.count) * width)
                 source = e.let("source", panels.source.at(e, row) + inside)
-                into = e.let("into", panel * e.index(panels.stride) + row * e.index(width))
+                into = e.let("into", panel * panels.stride + row * width)
                 for at in range(0, width, lanes):
-                    e.vstore(panels.data, into + e.index(at), e.vload(panels.source.data, source + e.index(at)))
+                    e.vstore(panels.data, into + at, e.vload(panels.source.data, source + at))
 
     def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
         """A task: some tiles of j of a panel of k."""
@@ -115,7 +115,7 @@ class OuterProducts:
         head, part = None, e.div(task, operands.count)
         if outer.heads > 1:
             head, part = e.let("head", e.div(part, blocks)), e.mod(part, blocks)
-        top = e.let("first_tile", part * e.index(each))
+        top = e.let("first_tile", part * each)
         with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
             self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head)
 
@@ -123,33 +123,33 @@ class OuterProducts:
               head: Expr | None) -> None:
         """Adds the products of a tile of j and a panel of k, of a head if there are several."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
-        j, k = e.let("j", tile * e.index(height)), e.let("k", panel * e.index(operands.width))
+        j, k = e.let("j", tile * height), e.let("k", panel * operands.width)
         first, left, right = e.index(outer.start), tile, panel
         if head is not None:
-            first = e.let("first", first + head * e.index(outer.rows * outer.columns))
-            left, right = head * e.index(values.count) + left, head * e.index(operands.count) + right
-        left = e.let("left", left * e.index(values.stride))
-        right = e.let("right", right * e.index(operands.stride))
+            first = e.let("first", first + head * (outer.rows * outer.columns))
+            left, right = head * values.count + left, head * operands.count + right
+        left = e.let("left", left * values.stride)
+        right = e.let("right", right * operands.stride)
         sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
         for m, registers in enumerate(sums):
-            start = e.let("start", first + (j + e.index(m)) * e.index(outer.columns) + k)
+            start = e.let("start", first + (j + m) * outer.columns + k)
             for n, register in enumerate(registers):
-                e.prefetch(outer.data, start + e.index(n * lanes))
+                e.prefetch(outer.data, start + n * lanes)
                 e.vstore(register, 0, e.splat(0.0))
         with e.loop("row", rows) as row:
-            columns = [e.let("column", e.vload(operands.data, right + row * e.index(operands.width)
-                                               + e.index(n * lanes))) for n in range(vectors)]
+            columns = [e.let("column", e.vload(operands.data, right + row * operands.width
+                                               + n * lanes)) for n in range(vectors)]
             for m in range(height):
-                value = e.let("value", e.splat(e.load(values.data, left + row * e.index(height) + e.index(m))))
+                value = e.let("value", e.splat(e.load(values.data, left + row * height + m)))
                 for n in range(vectors):
                     e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
-        inside = e.let("inside", e.tirx.And(j + e.index(height) <= e.index(outer.rows),
-                                            k + e.index(vectors * lanes) <= e.index(outer.columns)))
+        inside = e.let("inside", e.tirx.And(j + height <= outer.rows,
+                                            k + vectors * lanes <= outer.columns))
         with e.when(inside):
             for m in range(height):
-                start = e.let("start", first + (j + e.index(m)) * e.index(outer.columns) + k)
+                start = e.let("start", first + (j + m) * outer.columns + k)
                 for n in range(vectors):
-                    at = start + e.index(n * lanes)
+                    at = start + n * lanes
                     e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
         with e.when(e.tirx.Not(inside)):
             self._edge(outer, first, j, k, sums)
@@ -164,5 +164,5 @@ class OuterProducts:
         high = e.tirx.Min(e.index(height), e.index(outer.rows) - j)
         wide = e.tirx.Min(e.index(vectors * lanes), e.index(outer.columns) - k)
         with e.loop("m", high) as m, e.loop("n", wide) as n:
-            at = first + (j + m) * e.index(outer.columns) + k + n
-            e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * e.index(vectors * lanes) + n))
+            at = first + (j + m) * outer.columns + k + n
+            e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * (vectors * lanes) + n))

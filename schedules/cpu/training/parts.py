@@ -145,7 +145,7 @@ def gather(worker: Worker, low: Expr, rows: Expr, copies: Sequence[Copy]) -> Non
 
 def _before(worker: Worker, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr, limit: Expr) -> None:
     e, reverse = worker.e, worker.traversal.reverse
-    after = t + e.index(1)
+    after = t + 1
     begins = e.let("begins", after >= limit if reverse else e.tirx.EQ(t, e.index(0)))
     previous = e.let("previous", at + worker.batch if reverse else at - worker.batch)
     fresh = None
@@ -180,7 +180,7 @@ def _row(worker: Worker, copy: Copy, row: Expr, source: Place | None, at: Expr) 
         e.vstore(copy.to.data, into + unit, value)
 
     with e.loop("vector", whole) as vector:
-        move(vector * e.index(lanes), lanes)
+        move(vector * lanes, lanes)
     if left:
         move(e.index(whole * lanes), left)
 
