@@ -313,5 +313,4 @@ def no_room(device: Device, shared: int, threads: int, registers: int) -> str | 
 
 
 def config_text(config: Config) -> str:
-    """A configuration on one line."""
-    return " ".join(f"{k}={v}" for k, v in config.items())
+    return " ".join(f"{k}={v}" for k, v in config.items())  # a configuration on one line

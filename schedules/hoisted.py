@@ -54,18 +54,15 @@ class Hoisted:
 
     @property
     def packed(self) -> bool:
-        """True if values have 16 bits."""
-        return self.dtype != "float32"
+        return self.dtype != "float32"  # true if values have 16 bits
 
     @property
     def units(self) -> int:
-        """Units of a row, padded."""
-        return ceil_div(self.hidden, SECTOR) * SECTOR if self.packed else self.hidden
+        return ceil_div(self.hidden, SECTOR) * SECTOR if self.packed else self.hidden  # units of a row, padded
 
     @property
     def row(self) -> int:
-        """Values of a row."""
-        return self.outputs * self.units
+        return self.outputs * self.units  # values of a row
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -89,8 +86,7 @@ class Hoisted:
         return tuple(found)
 
     def words(self, units: int = 1) -> int:
-        """Registers for the values of so many units."""
-        return sum(p.words for p in self.pieces(units))
+        return sum(p.words for p in self.pieces(units))  # registers for the values of so many units
 
     def registers(self, *shape: int, units: int = 1, name: str = "inputs") -> TirBuffer:
         """An array of ``shape``, and on its last axis :meth:`words`, for what is loaded of so many units."""
@@ -161,7 +157,6 @@ def hoisted_knob() -> Any:
 
 
 def hoisted_choices(task: Task) -> tuple[str, ...]:
-    """The values of the knob ``hoisted`` for a task."""
     choice = task.workload.dtype != "float32" and task.graph.hoisted_outputs
     return ("float32", "same") if choice else ("float32",)
 

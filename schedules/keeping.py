@@ -99,8 +99,7 @@ class Stored:
                 **{self.spot(n): env[v] for n, v in enumerate(self.values)}}
 
     def spot(self, number: int) -> Spot:
-        """The spot of the value of this number."""
-        return spot(number, self.together)
+        return spot(number, self.together)  # the spot of the value of this number
 
 
 NOTHING = Stored()

@@ -101,15 +101,12 @@ def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one backward pass."""
-
     task: Task
     adjoint: Adjoint
     kept: Kept
 
     @property
     def forward(self) -> StepGraph:
-        """The step of the layer."""
         return self.adjoint.forward
 
     @property
@@ -118,8 +115,7 @@ class Memory:
 
     @property
     def each_state(self) -> str:
-        """The kind of rows that states have, of :func:`rows_of_states`."""
-        return rows_of_states(self.task.traversal)
+        return rows_of_states(self.task.traversal)  # the kind of rows that states have, of :func:`rows_of_states`
 
     def y(self, name: str, output: int = 0) -> Columns:
         """y, or its gradient; of several outputs the one of that number."""
@@ -139,13 +135,11 @@ class Memory:
 
     @property
     def outputs_row(self) -> int:
-        """Values from one row of ``outputs`` to the next."""
-        return outputs_row(self.task, self.adjoint)
+        return outputs_row(self.task, self.adjoint)  # values from one row of ``outputs`` to the next
 
     @property
     def x(self) -> Columns:
-        """The columns from which products and steps read x."""
-        return x_of(self.task)
+        return x_of(self.task)  # the columns from which products and steps read x
 
     def inputs(self, name: str, dtype: str) -> dict[Var, Place]:
         """The cell's inputs in the rows of x, or of dx."""
@@ -174,7 +168,6 @@ class Memory:
                 for o, v in enumerate(written(self.adjoint))}
 
     def last(self) -> dict[Var, Place]:
-        """The places of the states that the recurrence leaves at the end; rows are those of :func:`rows_of_states`."""
         H, graph = self.task.workload.hidden, self.adjoint.recurrence
         return {v: Place(Columns(f"last_{n}", H, H), self.dtype) for n, v in graph.states.items()}
 
@@ -194,7 +187,6 @@ class Workspaces:
         self.variables += [v for v in dict.fromkeys(variables) if not any(v.same_as(o) for o in self.variables)]
 
     def places(self) -> dict[Any, Place]:
-        """The places of all variables."""
         stride = len(self.variables) * self.units
         return {v: Place(Columns(self.name, self.units, stride, n * self.units), self.dtype)
                 for n, v in enumerate(self.variables)}

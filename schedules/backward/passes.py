@@ -112,7 +112,6 @@ class RowPass:
     units: int | None = None  # of the last product, where these are not hidden units
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
-        """The kernels and workspaces of the pass."""
         stages = self._stages(items)
         after = set(wanted.variables)
         for stage in reversed(stages):

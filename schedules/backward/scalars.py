@@ -42,8 +42,7 @@ class Scalars:
 
     @property
     def wanted(self) -> set[Var]:
-        """The variables that are stored."""
-        return {*(v for v, _ in self.stores), *self.hoisted}
+        return {*(v for v, _ in self.stores), *self.hoisted}  # the variables that are stored
 
     @property
     def reads_vectors(self) -> bool:
@@ -58,7 +57,6 @@ class Scalars:
         return found | ({self.mask: "int32"} if self.mask else {})
 
     def writes(self) -> dict[str, str]:
-        """Buffers that are written."""
         found = {p.columns.name: p.dtype for _, p in self.stores}
         return found | ({"hoisted": self.layout.dtype} if self.layout is not None and self.hoisted else {})
 
@@ -168,8 +166,7 @@ class _Units:
 
     @property
     def chunks(self) -> int:
-        """Chunks of ``span`` units in a row."""
-        return ceil_div(self.units, self.span)
+        return ceil_div(self.units, self.span)  # chunks of ``span`` units in a row
 
     def within(self, unit: Expr, e: int) -> Expr:
         """Unit ``unit`` + e, or the last one if that is beyond it."""
@@ -186,7 +183,6 @@ class _Units:
         return self.arguments["vectors"][i * self.units + self.within(unit, e)]
 
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
-        """Computes and stores all values."""
         self.scalars.store(self.arguments, row, unit, self.values(row, unit, found))
 
 

@@ -51,11 +51,9 @@ class Emitter:
 
     # -- statements -----------------------------------------------------------------------------
     def add(self, statement: Stmt) -> None:
-        """Appends a statement."""
         self.stack[-1].append(statement)
 
     def let(self, name: str, value: Expr) -> Var:
-        """Binds ``value`` to a variable."""
         var = self.tirx.Var(name, str(value.ty))
         self.add(self.tirx.Bind(var, value))
         return var
@@ -76,7 +74,6 @@ class Emitter:
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
-        """The statements written inside run where ``condition`` holds."""
         self.stack.append([])
         yield
         body = self.block()
@@ -99,15 +96,12 @@ class Emitter:
         return self.tirx.truncdiv(a, self.index(b))
 
     def mod(self, a: Expr, b: Expr | int) -> Expr:
-        """Remainder of non-negative indices."""
         return self.tirx.truncmod(a, self.index(b))
 
     def ceildiv(self, a: Expr, b: int) -> Expr:
-        """Quotient of a non-negative index, rounded up."""
         return self.div(a + self.index(b - 1), b)
 
     def number(self, value: float, dtype: str | None = None) -> Expr:
-        """A constant."""
         return self.tirx.const(value, dtype or self.real)
 
     def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
@@ -124,16 +118,13 @@ class Emitter:
         return self.ir.Call(self.ir.Op.get(f"tirx.{name}"), list(operands), ret_ty=operands[0].ty)
 
     def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
-        """a * b + c, rounded once."""
-        return self.intrinsic("fma", a, b, c)
+        return self.intrinsic("fma", a, b, c)  # a * b + c, rounded once
 
     # -- memory ---------------------------------------------------------------------------------
     def load(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        """Loads one element."""
         return self.tirx.BufferLoad(buffer, [self.index(index)])
 
     def store(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        """Stores one element."""
         self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
 
     def vload(self, buffer: TirBuffer, index: Expr | int) -> Expr:

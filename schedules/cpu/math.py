@@ -69,7 +69,6 @@ def bounded(e: Emitter, x: Expr, low: float, high: float) -> Expr:
 
 
 def tanh(e: Emitter, x: Expr) -> Expr:
-    """Vector tanh."""
     if e.real == "float64":
         return tanh_64(e, x)
     x = bounded(e, x, -TANH_BOUND, TANH_BOUND)
@@ -88,13 +87,11 @@ def tanh_64(e: Emitter, x: Expr) -> Expr:
 
 
 def sigmoid(e: Emitter, x: Expr) -> Expr:
-    """Vector logistic function."""
     half = e.splat(0.5)
     return e.let("sigmoid", e.fma(half, tanh(e, half * x), half))
 
 
 def exp(e: Emitter, x: Expr) -> Expr:
-    """Vector exponential."""
     n, r = reduced(e, bounded(e, x, *EXPONENTIAL[e.real].bounds))
     value = e.fma(r * r, horner(e, r, EXPONENTIAL[e.real].tail), r + e.splat(1.0))
     # 2**n may lie outside the normal range, its two factors do not
@@ -111,7 +108,6 @@ def reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
 
 
 def whole(e: Emitter, n: Expr) -> Expr:
-    """Lanes of whole numbers as integers."""
     return e.let("whole", e.cast(EXPONENTIAL[e.real].integer, n))
 
 
@@ -126,7 +122,6 @@ def power_of_two(e: Emitter, n: Expr) -> Expr:
 
 
 def rsqrt(e: Emitter, x: Expr) -> Expr:
-    """Vector reciprocal square root."""
     return e.let("rsqrt", e.splat(1.0) / e.intrinsic("sqrt", x))
 
 

@@ -41,8 +41,7 @@ class Place:
     units: int = 0
 
     def at(self, e: Emitter, row: Expr) -> Expr:
-        """The index of the row's first unit."""
-        return e.index(self.start) + row * self.stride
+        return e.index(self.start) + row * self.stride  # the index of the row's first unit
 
 
 class Memory:
@@ -88,8 +87,7 @@ class Memory:
         return e.let("live", first + e.div(row, self.batch) < self.timeline.limit(e.mod(row, self.batch)))
 
     def length(self, operand: Var | None) -> int:
-        """Values of a row of an operand."""
-        return self.shape.input if operand is None else self.shape.hidden
+        return self.shape.input if operand is None else self.shape.hidden  # values of a row of an operand
 
     def depth(self, term: Term) -> int:
         """Values that a unit's weights multiply: a row of the operand, or its head's part of one."""

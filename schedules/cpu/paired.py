@@ -34,8 +34,7 @@ UNROLL = 2  # one pair of each sign
 
 
 def section(k: int, pairs: int) -> int:
-    """Values of k in a section: even."""
-    return -(-k // (UNROLL * pairs)) * UNROLL
+    return -(-k // (UNROLL * pairs)) * UNROLL  # values of k in a section: even
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,11 @@ class Paired:
 
     @property
     def stride(self) -> int:
-        """Elements from one section of a row to the next: whole vectors."""
-        return self.width // self.pairs
+        return self.width // self.pairs  # elements from one section of a row to the next: whole vectors
 
 
 def width_of(k: int, pairs: int, lanes: int) -> int:
-    """Elements of a row's copy."""
-    return pairs * -(-section(k, pairs) // lanes) * lanes
+    return pairs * -(-section(k, pairs) // lanes) * lanes  # elements of a row's copy
 
 
 def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:

@@ -54,12 +54,10 @@ class Stored:
 
     @property
     def bytes(self) -> float:
-        """Bytes of one weight."""
-        return self.word * self.words / self.group
+        return self.word * self.words / self.group  # bytes of one weight
 
     def size(self, k: int, columns: int) -> int:
-        """Words of ``columns`` columns of ``k`` weights."""
-        return -(-k // self.group) * self.words * columns
+        return -(-k // self.group) * self.words * columns  # words of ``columns`` columns of ``k`` weights
 
 
 STORED = {

@@ -43,15 +43,12 @@ class Sequence(Worker):
 
     # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
-        """The program whose entry runs it."""
         return Program.running({"worker": self.function("worker")}, self.buffers, (self.call("worker"),))
 
     def call(self, name: str) -> Parallel:
-        """The call of the function of that name."""
         return Parallel(name, self.aliases, self.shape.team, self.work)
 
     def function(self, name: str) -> PrimFunc:
-        """The whole function, of that name."""
         e = self.e
         self.declare()
         self.prelude()

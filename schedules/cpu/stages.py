@@ -56,8 +56,7 @@ class StepPlan:
 
     @property
     def steps(self) -> tuple[Stage, ...]:
-        """The stages of a step, in order."""
-        return tuple(stage for part in self.parts for stage in part)
+        return tuple(stage for part in self.parts for stage in part)  # the stages of a step, in order
 
 
 def plan(graph: StepGraph) -> StepPlan:

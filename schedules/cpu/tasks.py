@@ -119,7 +119,6 @@ class TileTask:
         self.at = e.let("at", self.at_row * s.width + self.unit)
 
     def pointwise(self, m: int, v: int) -> None:
-        """Computes and stores all values of a row and vector."""
         self.locate(m, v)
         self.compute()
 
@@ -269,7 +268,6 @@ class RowTask:
                 self.task(vector).pointwise(0, 0)
 
     def task(self, vector: Expr) -> TileTask:
-        """The task that has the values of a vector of units."""
         return self.kind(self.o, self.stage, ONE, self.span, vector, self.row)
 
     def summarize(self, s: Statistic) -> None:

@@ -61,8 +61,7 @@ class Shape:
         return "float64" if self.weights == "float64" else "float32"
 
     def units(self, tile: Tile) -> int:
-        """Unit tiles of a stage."""
-        return -(-self.hidden // (tile.vectors * self.lanes))
+        return -(-self.hidden // (tile.vectors * self.lanes))  # unit tiles of a stage
 
     @property
     def width(self) -> int:
@@ -89,8 +88,7 @@ def head_size(task: Task) -> int:
 
 
 def head_vectors(task: Task) -> int:
-    """A head in vectors; 0 without heads."""
-    return head_size(task) // lanes_for(task)
+    return head_size(task) // lanes_for(task)  # a head in vectors; 0 without heads
 
 
 def lanes_for(task: Task) -> int:
@@ -141,8 +139,6 @@ COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
 
 
 class CPUKnobs(Knobs):
-    """The knobs of ``cpu_sequence``."""
-
     rows: int = knob("batch rows of a register tile: reuse of weights against registers")
     columns: int = knob("vectors of gates and units in a tile: reuse of the state against even division of work")
     unroll: int = knob("products in a row without a jump: fewer jumps against larger code")
@@ -182,7 +178,6 @@ def gates_of(task: Task, name: str) -> int:
 
 
 def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
-    """The sizes that the code of a configuration is generated for."""
     workload = task.workload
     return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs),
                  workload.stored, knobs.team)

@@ -48,7 +48,6 @@ class Worker(Memory):
         self.data[buffer.name] = self.e.pointer(buffer.name, buffer.dtype)
 
     def declare_scalars(self) -> None:
-        """Declares the function's own parameters."""
         e = self.e
         self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
         self.steps, self.batch = e.scalar("T"), e.scalar("B")
@@ -71,7 +70,6 @@ class Worker(Memory):
                 self.kept[var] = self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(size))
 
     def declare_statistics(self, rows: int) -> None:
-        """Workspace for the statistics of a step's rows."""
         if self.totals:
             self.buffer("statistics", WORKSPACE, Extent(rows * len(self.totals)))
 
@@ -107,7 +105,6 @@ class Worker(Memory):
             self.buffer("invariants", WORKSPACE, Extent(len(graph.invariants) * s.width))
 
     def invariants(self) -> None:
-        """Computes what follows from parameters alone."""
         e, s = self.e, self.shape
         if not self.graph.invariants:
             return
@@ -127,7 +124,6 @@ class Worker(Memory):
                 e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
 
     def declare_integers(self, stage: Stage, number: int, k: int) -> None:
-        """Workspace for the rows of an operand as integers."""
         rows, width = self.room(stage), -(-k // self.shape.lanes) * self.shape.lanes
         words = self.workspace(stage, "integers", number, rows * width, dtype="int8", element="int32")
         factors = self.workspace(stage, "factors", number, rows)
@@ -345,7 +341,6 @@ class Pass(Worker):
 
     @property
     def places(self) -> dict[Var, Place]:
-        """The places of its values."""
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 
     def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:

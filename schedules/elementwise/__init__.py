@@ -25,8 +25,6 @@ from ecornn.schedules.timeline import row_arguments
 
 
 class ElementwiseKnobs(Knobs):
-    """The knobs of ``elementwise``."""
-
     units: int = knob("more units a thread: fewer and wider loads and stores; fewer: more threads")
     threads: int = knob("smaller blocks: spread over more multiprocessors; larger: fewer to start")
     prefetch: int = knob("steps that inputs are copied ahead: hides more of memory's latency, for shared memory")
@@ -70,8 +68,7 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
 
 
 def ring_words(cut: ElementwiseKnobs, hoisted: Hoisted) -> int:
-    """Words of a block's ring in shared memory."""
-    return cut.prefetch * cut.threads * hoisted.words(cut.units)
+    return cut.prefetch * cut.threads * hoisted.words(cut.units)  # words of a block's ring in shared memory
 
 
 class _Units:
@@ -106,7 +103,6 @@ class _Units:
             self.kept_apart = T.let("kept_apart", apart * w.hidden)
 
     def run(self) -> None:
-        """Emits the whole sequence."""
         H, group = self.task.workload.hidden, self.group
         T.note("prologue: copies of the first groups of steps (cp.async), constants, states")
         ahead = self.prefetch // group if self.ring is not None else 0  # groups
@@ -362,25 +358,21 @@ def _step_bytes(task: Task, plan: ElementwiseKnobs) -> int:
 
 
 def _input_bytes(task: Task, plan: ElementwiseKnobs) -> int:
-    """Bytes of a hoisted value."""
-    return task.workload.itemsize if plan.hoisted == "same" else 4
+    return task.workload.itemsize if plan.hoisted == "same" else 4  # bytes of a hoisted value
 
 
 def _scalars(task: Task, plan: ElementwiseKnobs) -> int:
-    """Scalars that are computed in unrolled code."""
-    return plan.units * plan.group * len(task.graph.prologue)
+    return plan.units * plan.group * len(task.graph.prologue)  # scalars that are computed in unrolled code
 
 
 def _registers(task: Task, plan: ElementwiseKnobs) -> int:
-    """Estimate of a thread's registers."""
     graph, units, group = task.graph, plan.units, plan.group
     kept = len(graph.states) + len(graph.invariant_outputs) + len(graph.hoisted_outputs) * group
     return units * (kept + 2) + (3 * group if task.traversal.resets else 0) + REGISTERS
 
 
 def _shared(task: Task, plan: ElementwiseKnobs) -> int:
-    """Bytes of a block's shared memory."""
-    return 4 * ring_words(plan, hoisted_of(task, plan.hoisted))
+    return 4 * ring_words(plan, hoisted_of(task, plan.hoisted))  # bytes of a block's shared memory
 
 
 def _blocks(task: Task, plan: ElementwiseKnobs) -> int:

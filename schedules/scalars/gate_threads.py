@@ -203,7 +203,6 @@ class GateThreads(ABC):
             T.buffer_store(self.fresh, T.cast(self.timeline.fresh(t, row, self._limit(i)), "int32"), [i])
 
     def _load_inputs(self, t: Expr, into: TirBuffer) -> None:
-        """Loads the hoisted inputs of step t."""
         hoisted, nothing = self.hoisted, T.uint32(0) if self.hoisted.packed else T.float32(0)
         for i in range(self.items if hoisted.outputs else 0):
             for k in range(hoisted.words()):
@@ -362,7 +361,6 @@ def start_thread() -> Expr:
 
 
 def start_launch(early: bool = False) -> Launch:
-    """The launch of the kernel ahead, ``start``."""
     return Launch("start", BLOCKS, THREADS, early=early)
 
 

@@ -93,8 +93,7 @@ class RowSums:
 
     @staticmethod
     def words(threads: int, statistics: Sequence[Statistic]) -> int:
-        """Floats of shared memory."""
-        return max(1, len(statistics)) * threads // 32
+        return max(1, len(statistics)) * threads // 32  # floats of shared memory
 
     def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
         """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread, and

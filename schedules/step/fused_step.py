@@ -46,8 +46,7 @@ class Tile(Knobs):
 
     @property
     def rows(self) -> int:
-        """Batch rows of a block."""
-        return self.thread_rows * self.groups
+        return self.thread_rows * self.groups  # batch rows of a block
 
     @property
     def threads(self) -> int:
@@ -329,7 +328,6 @@ def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Cal
 
 
 def _layout(task: Task, tile: Tile) -> Layout:
-    """The layout of what is exchanged: whole tiles."""
     width = ceil_div(task.workload.hidden, tile.depth) * tile.depth
     return Layout(ceil_div(task.workload.batch, tile.rows) * tile.rows, width, width)
 
@@ -341,7 +339,6 @@ def plain(task: Task) -> Task:
 
 
 def _shared_of(task: Task, tile: Tile, p: int) -> int:
-    """Bytes of shared memory of a phase's kernel."""
     if not task.graph.phases:
         return tile.shared(0, 0)
     phase = task.graph.phases[p]

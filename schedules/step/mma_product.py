@@ -27,8 +27,6 @@ SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresse
 
 
 class TileKnobs(Knobs):
-    """The knobs of ``layout_transform``."""
-
     units: int = knob("fewer units a block: more blocks; more: fewer reads of the state")
     rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
     row_warps: int = knob("more warps over weight rows: fewer registers each, state read by each")
@@ -67,8 +65,7 @@ class TilePlan:
 
     @property
     def columns(self) -> int:
-        """Blocks over the hidden units."""
-        return ceil_div(self.hidden, self.units)
+        return ceil_div(self.hidden, self.units)  # blocks over the hidden units
 
     @property
     def stage_pairs(self) -> int:
@@ -88,8 +85,7 @@ class TilePlan:
         return self.narrow[p][1] or self.hidden // self.heads[p]
 
     def blocks(self, p: int) -> int:
-        """Blocks over the hidden units that have weights."""
-        return ceil_div(self.narrow[p][0], self.units) or self.columns
+        return ceil_div(self.narrow[p][0], self.units) or self.columns  # blocks over the hidden units that have weights
 
     def share(self, p: int) -> float:
         """The part of H by H weights that a matrix of phase p has."""
@@ -108,13 +104,11 @@ class TilePlan:
         return self.gates[p] * self.units
 
     def tiles(self, p: int) -> int:
-        """m16 tiles of a warp."""
-        return self.weight_rows(p) // (16 * self.row_warps)
+        return self.weight_rows(p) // (16 * self.row_warps)  # m16 tiles of a warp
 
     @property
     def octets(self) -> int:
-        """n8 tiles of a warp."""
-        return self.rows // (8 * self.batch_warps)
+        return self.rows // (8 * self.batch_warps)  # n8 tiles of a warp
 
     def stage_words(self, p: int) -> int:
         return self.stage_pairs * PAIR * (self.weight_rows(p) + self.rows)
@@ -128,7 +122,6 @@ class TilePlan:
         return 4 * max(self.stages * self.stage_words(p), self.split * self.rows * self.stride(p))
 
     def registers(self, p: int) -> int:
-        """Estimate of a thread's registers."""
         tiles, octets = self.tiles(p), self.octets
         parts = 2 if self.arithmetic == "float32" else 1
         return 4 * tiles * octets + parts * (8 * tiles + 4 * octets) + SPARE_REGISTERS

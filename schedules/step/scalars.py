@@ -42,11 +42,9 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements of one operand."""
-        return self.rows * self.width
+        return self.rows * self.width  # elements of one operand
 
     def place(self, row: Expr, unit: Expr) -> Expr:
-        """The index of element (row, unit)."""
         if self.block == self.width:
             return row * self.width + unit
         return (unit // self.block * self.rows + row) * self.block + unit % self.block
@@ -216,7 +214,6 @@ class StepScalars:
         return self._environment(p, row, unit, known, self.hoisted(row, unit))[2] | known
 
     def store_statistics(self, p: int, row: Expr, values: dict[Var, Expr]) -> None:
-        """Stores the statistics of phase ``p``, for later kernels."""
         for number, (var, made) in enumerate(self.statistics.items()):
             if made == p:
                 T.buffer_store(self.arguments["statistics"], values[var], [number * self.task.workload.batch + row])
@@ -243,7 +240,6 @@ class StepScalars:
                 for s, name in enumerate(self.graph.states)]
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
-        """Stores the states, float32, in the order of ``graph.states``."""
         for s, value in enumerate(values):
             T.buffer_store(self.arguments["states"], value, [self.at(s, row, unit)])
 

@@ -63,8 +63,7 @@ class RowsInMemory:
 
 
 def whole_pieces(values: int, dtype: str) -> bool:
-    """True if so many values are whole pieces of 16 bytes."""
-    return values * 4 % (16 * per_word(dtype)) == 0
+    return values * 4 % (16 * per_word(dtype)) == 0  # true if so many values are whole pieces of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -127,33 +126,27 @@ class Share:
 
     @property
     def groups(self) -> int:
-        """Groups of eight weight rows."""
-        return self.gates * self.units // 8
+        return self.gates * self.units // 8  # groups of eight weight rows
 
     @property
     def tiles(self) -> int:
-        """m16 tiles, of which the last one may have one group."""
-        return ceil_div(self.groups, 2)
+        return ceil_div(self.groups, 2)  # m16 tiles, of which the last one may have one group
 
     @property
     def octets(self) -> int:
-        """n8 tiles."""
-        return self.rows // 8
+        return self.rows // 8  # n8 tiles
 
     @property
     def pairs(self) -> int:
-        """Pairs of k-tiles."""
-        return ceil_div(words(self.width, self.dtype), PAIR)
+        return ceil_div(words(self.width, self.dtype), PAIR)  # pairs of k-tiles
 
     @property
     def turns(self) -> int:
-        """Pairs of a warp."""
-        return ceil_div(self.pairs, self.warps)
+        return ceil_div(self.pairs, self.warps)  # pairs of a warp
 
     @property
     def slots(self) -> int:
-        """Pairs that a warp keeps in registers."""
-        return min(self.ahead, self.turns)
+        return min(self.ahead, self.turns)  # pairs that a warp keeps in registers
 
     @property
     def stride(self) -> int:
@@ -162,8 +155,7 @@ class Share:
 
     @property
     def floats(self) -> int:
-        """Floats of the sums of all warps."""
-        return self.warps * self.rows * self.stride
+        return self.warps * self.rows * self.stride  # floats of the sums of all warps
 
     @property
     def registers(self) -> int:
@@ -174,18 +166,15 @@ class Share:
 
     @property
     def operand_slots(self) -> int:
-        """Pairs of what it multiplies that a warp keeps in registers."""
-        return 1 if self.staged else self.slots
+        return 1 if self.staged else self.slots  # pairs of what it multiplies that a warp keeps in registers
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights of a pair of k-tiles."""
-        return self.groups * GROUP * 4
+        return self.groups * GROUP * 4  # bytes of weights of a pair of k-tiles
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of what is multiplied, of a pair of k-tiles."""
-        return self.octets * GROUP * 4
+        return self.octets * GROUP * 4  # bytes of what is multiplied, of a pair of k-tiles
 
     def weights(self, name: str, products: tuple[Product, ...], columns: int) -> Buffer:
         """Packed weights: (block, pair of k-tiles, gate, unit, 16 words)."""

@@ -29,8 +29,6 @@ from ecornn.workload import FEW
 
 
 class StepKnobs(Knobs):
-    """The knobs of ``whole_step``."""
-
     units: int = knob("fewer units a block: more blocks; more: fewer reads of x and the state")
     rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
     warps: int = knob("more warps that share K: more loads under way, more sums to add")

@@ -89,7 +89,6 @@ class BackwardWorker(Worker):
         self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
 
     def function(self, name: str) -> PrimFunc:
-        """The function, of that name; ``buffers`` are complete then."""
         self.declare()
         self.prelude()
         self.e.call("ecornn_barrier")
@@ -101,7 +100,6 @@ class BackwardWorker(Worker):
 
     @property
     def work(self) -> int:
-        """Multiply-adds of a row in a step, about."""
         outer = sum(o.heads * o.rows * o.columns for o in map(self.outer, self.outer_products))
         return sum(part.work for part in (self.recurrence, *self.passes)) + outer
 

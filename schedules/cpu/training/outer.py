@@ -83,7 +83,6 @@ class OuterProducts:
                 before += total
 
     def copy(self, rows: Expr) -> None:
-        """Fills all panels."""
         made = list(self.panels.values())
         together = [COPIED if p.width % self.worker.e.lanes else 1 for p in made]
         totals = [-(-p.count * p.heads // some) for p, some in zip(made, together, strict=True)]
@@ -155,7 +154,6 @@ class OuterProducts:
             self._edge(outer, first, j, k, sums)
 
     def _edge(self, outer: Outer, first: Expr, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
-        """Adds the part of a tile that is within the matrix, element by element."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
         tile = e.local("tile", size=height * vectors * lanes)
         for m in range(height):
