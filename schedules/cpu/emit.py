@@ -68,23 +68,19 @@ class Emitter:
         var = self.tirx.Var(name, "int64")
         self.stack.append([])
         yield var
-        body = self.block()
-        if body is not None:
+        if (body := self.block()) is not None:
             self.add(self.tirx.For(var, self.index(start), self.index(extent), self.tirx.ForKind.SERIAL, body))
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
         self.stack.append([])
         yield
-        body = self.block()
-        if body is not None:
+        if (body := self.block()) is not None:
             self.add(self.tirx.IfThenElse(condition, body, None))
 
     def block(self) -> Stmt | None:
         body = self.stack.pop()
-        if not body:
-            return None
-        return self.tirx.SeqStmt(body) if len(body) > 1 else body[0]
+        return self.tirx.SeqStmt(body) if len(body) > 1 else body[0] if body else None
 
     # -- values ---------------------------------------------------------------------------------
     def index(self, value: Expr | int) -> Expr:
@@ -165,7 +161,7 @@ class Emitter:
         self.vstore(parts, 0, self.splat(0.0))
         with self.when(valid >= self.index(self.lanes)):
             self.vstore(parts, 0, self.vload(buffer, index))
-        with self.when(valid < self.index(self.lanes)), self.loop("lane", self.positive(valid)) as lane:
+        with self.when(valid < self.index(self.lanes)), self.loop("lane", self.tirx.Max(valid, self.index(0))) as lane:
             self.store(parts, lane, self.load(buffer, index + lane))
         return self.let(f"{name}_value", self.vload(parts, 0))
 
@@ -176,8 +172,5 @@ class Emitter:
         with self.when(valid < self.index(self.lanes)):
             parts = self.local(name)
             self.vstore(parts, 0, value)
-            with self.loop("lane", self.positive(valid)) as lane:
+            with self.loop("lane", self.tirx.Max(valid, self.index(0))) as lane:
                 self.store(buffer, index + lane, self.load(parts, lane))
-
-    def positive(self, value: Expr) -> Expr:
-        return self.tirx.Max(value, self.index(0))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.operators import OPERATORS, key_of
@@ -56,10 +57,8 @@ EXPONENTIAL = {
 
 def horner(e: Emitter, x: Expr, coefficients: Sequence[float]) -> Expr:
     """A polynomial, highest power first."""
-    total = e.splat(coefficients[0])
-    for c in coefficients[1:]:
-        total = e.fma(total, x, e.splat(c))
-    return total
+    highest, *others = map(e.splat, coefficients)
+    return reduce(lambda total, c: e.fma(total, x, c), others, highest)
 
 
 def bounded(e: Emitter, x: Expr, low: float, high: float) -> Expr:
@@ -92,11 +91,12 @@ def sigmoid(e: Emitter, x: Expr) -> Expr:
 
 
 def exp(e: Emitter, x: Expr) -> Expr:
-    n, r = reduced(e, bounded(e, x, *EXPONENTIAL[e.real].bounds))
-    value = e.fma(r * r, horner(e, r, EXPONENTIAL[e.real].tail), r + e.splat(1.0))
+    kind = EXPONENTIAL[e.real]
+    n, r = reduced(e, bounded(e, x, *kind.bounds))
+    value = e.fma(r * r, horner(e, r, kind.tail), r + e.splat(1.0))
     # 2**n may lie outside the normal range, its two factors do not
     power = whole(e, n)
-    first = e.let("first", power >> splat_int(e, 1))
+    first = e.let("first", power >> e.splat(1, kind.integer))
     return e.let("exp", value * power_of_two(e, first) * power_of_two(e, power - first))
 
 
@@ -111,27 +111,19 @@ def whole(e: Emitter, n: Expr) -> Expr:
     return e.let("whole", e.cast(EXPONENTIAL[e.real].integer, n))
 
 
-def splat_int(e: Emitter, value: int) -> Expr:
-    return e.splat(value, EXPONENTIAL[e.real].integer)
-
-
 def power_of_two(e: Emitter, n: Expr) -> Expr:
     """2**n for integer lanes, where that is a normal number."""
     kind = EXPONENTIAL[e.real]
-    return e.tirx.reinterpret(e.vector_type, (n + splat_int(e, kind.bias)) << splat_int(e, kind.mantissa))
+    bias, mantissa = (e.splat(value, kind.integer) for value in (kind.bias, kind.mantissa))
+    return e.tirx.reinterpret(e.vector_type, (n + bias) << mantissa)
 
 
 def rsqrt(e: Emitter, x: Expr) -> Expr:
     return e.let("rsqrt", e.splat(1.0) / e.intrinsic("sqrt", x))
 
 
-def select(e: Emitter, condition: Expr, yes: Expr, no: Expr) -> Expr:
-    """Vector choice between two values."""
-    return e.tirx.Select(condition, yes, no)
-
-
-FUNCTIONS: dict[str, Callable[..., Expr]] = {  # key of the operator -> its vector code
-    "tanh": tanh, "sigmoid": sigmoid, "exp": exp, "rsqrt": rsqrt, "Select": select, "if_then_else": select}
+# key of the operator -> its vector code
+FUNCTIONS: dict[str, Callable[..., Expr]] = {"tanh": tanh, "sigmoid": sigmoid, "exp": exp, "rsqrt": rsqrt}
 
 
 def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
@@ -144,6 +136,8 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
     key, parts = key_of(value), [vector(e, c, lookup) for c in children(value)]
     if key in FUNCTIONS:
         return FUNCTIONS[key](e, *parts)
+    if key in ("Select", "if_then_else"):
+        return e.tirx.Select(*parts)
     if key == "exp10" and e.real == "float64":  # TVM's has ten digits of ln(10)
         return by_lane(e, e.ir.Op.get("tirx.pow"), (e.splat(10.0), *parts))
     if kind == "Call":
@@ -153,7 +147,7 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
         a, b = parts[::-1] if is_constant(value.b) else parts
         return extremum(e, type(value), a, b, both=not any(map(is_constant, children(value))))
     if kind == "Cast" and str(value.value.ty) == "bool":  # TVM has no bounds of conditions that are vectors
-        return select(e, parts[0], *(e.splat(n, e.type_of(value)) for n in (1.0, 0.0)))
+        return e.tirx.Select(parts[0], *(e.splat(n, e.type_of(value)) for n in (1.0, 0.0)))
     if kind == "Cast":
         return e.cast(e.type_of(value), parts[0])
     return type(value)(*parts)
@@ -178,6 +172,6 @@ def by_lane(e: Emitter, function: Op, operands: Sequence[Expr]) -> Expr:
         e.vstore(place, 0, operand)
     result = e.local("result")
     with e.loop("lane", e.lanes) as lane:
-        kind = e.ir.PrimType(e.real)
-        e.store(result, lane, e.ir.Call(function, [e.load(p, lane) for p in places], ret_ty=kind))
+        lanes = [e.load(place, lane) for place in places]
+        e.store(result, lane, e.ir.Call(function, lanes, ret_ty=e.ir.PrimType(e.real)))
     return e.let("lanes", e.vload(result, 0))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 
 from ecornn.analysis.step import Term
 from ecornn.program import Packing
@@ -80,16 +81,14 @@ def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: in
 def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr], Expr]) -> None:
     """Writes one row; ``load`` gives the vector from an index on, of which so many values count, zeros after them."""
     total, largest = e.local("total"), e.local("largest")
-    vectors, start = into.stride // e.lanes, e.let("start", row * into.width)
-    memory = into.copies[0]
+    vectors, start, memory = into.stride // e.lanes, e.let("start", row * into.width), into.copies[0]
     e.vstore(total, 0, e.splat(0.0))
     e.vstore(largest, 0, e.splat(0.0))
     for part in range(into.pairs):
         with e.loop("part", vectors) as number:
             inside = e.let("inside", number * e.lanes)
             first = e.let("first", e.index(part * into.length) + inside)
-            count = e.tirx.Min(e.index(into.length) - inside, e.index(into.k) - first)
-            value = load(first, e.let("count", count))
+            value = load(first, e.let("count", e.tirx.Min(into.length - inside, into.k - first)))
             e.vstore(memory, start + part * into.stride + inside, value)
             size = e.let("size", e.intrinsic("fabs", value))
             e.vstore(total, 0, e.vload(total, 0) + size)
@@ -101,25 +100,21 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
     finite = e.tirx.And(mean > e.number(1e-30), mean < e.number(1e30))
     dense = e.let("dense", e.tirx.And(most <= mean * e.number(SPREAD), finite))
     power = e.let("power", e.tirx.reinterpret("uint32", mean) & e.tirx.const(EXPONENT, "uint32"))
-    one = e.number(1.0)
-    plain = e.tirx.Select(zero, e.number(0.0), one)
+    one, plain = e.number(1.0), e.tirx.Select(zero, e.number(0.0), e.number(1.0))
     factor = e.let("factor", e.tirx.Select(dense, e.tirx.reinterpret("float32", power), plain))
     inverse = e.tirx.reinterpret("float32", e.tirx.const(ONE_OVER, "uint32") - power)
     scale = e.let("scale", e.splat(e.tirx.Select(dense, inverse, one)))
-    sums = e.local("sums")
+    sums, values = e.local("sums"), []
     e.vstore(sums, 0, e.splat(0.0))
     with e.loop("part", vectors) as number:
         at = e.let("at", start + number * e.lanes)
-        values = []
-        for part in range(into.pairs):
-            place = at + part * into.stride
+        for place in (at + part * into.stride for part in range(into.pairs)):
             values.append(e.let("scaled", e.vload(memory, place) * scale))
             e.vstore(memory, place, values[-1])
         e.vstore(sums, 0, e.fma(values[0], values[1], e.vload(sums, 0)))
     # the lanes of even pairs, and those of odd ones
     even, odd = (across(e, sums, lambda a, b: a + b, range(first, e.lanes, 2)) for first in (0, 1))
-    fine = e.tirx.Or(dense, zero)
-    e.store(into.sums, row, e.tirx.Select(fine, odd - even, e.number(PLAIN)))
+    e.store(into.sums, row, e.tirx.Select(e.tirx.Or(dense, zero), odd - even, e.number(PLAIN)))
     e.store(into.factors, row, factor)
 
 
@@ -128,6 +123,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
     """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
     ``products``: a vector of the units' sums of pairs for each column."""
     columns, length, stride, width = len(into[0]), operand.length, operand.stride, operand.width
+    cells = list(product(range(len(into)), range(columns)))
     starts = [e.let("operand", top * width) for _ in range(columns)]
     sums = [e.let("sum", e.load(operand.sums, top + m)) for m in range(len(into))]
     # rows past the last may hold anything
@@ -148,27 +144,23 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
         e.vstore(into[m][n], 0, e.fma(a, b, e.vload(into[m][n], 0)))
 
     with e.when(paired):
-        for m, row in enumerate(into):
-            for n, register in enumerate(row):
-                e.vstore(register, 0, e.splat(sums[m]) + products[n])
+        for m, n in cells:
+            e.vstore(into[m][n], 0, e.splat(sums[m]) + products[n])
         with e.loop("k", length // UNROLL) as block:
             base = e.let("k_first", block * UNROLL)
             for u in range(UNROLL):
                 k = base + u
                 first, second = weight(k, 0), weight(k, 1)
-                for m in range(len(into)):
-                    for n in range(columns):
-                        if u % 2 == 0:
-                            add(m, n, e.let("a", second[n] + value(m, n, k, 0)),
-                                e.let("b", first[n] + value(m, n, k, 1)))
-                        else:
-                            add(m, n, e.let("a", second[n] - value(m, n, k, 0)) * e.splat(-1.0),
-                                e.let("b", first[n] - value(m, n, k, 1)))
+                for m, n in cells:
+                    if u % 2 == 0:
+                        add(m, n, e.let("a", second[n] + value(m, n, k, 0)), e.let("b", first[n] + value(m, n, k, 1)))
+                    else:
+                        add(m, n, e.let("a", second[n] - value(m, n, k, 0)) * e.splat(-1.0),
+                            e.let("b", first[n] - value(m, n, k, 1)))
                 for part in range(2, operand.pairs):
                     single = weight(k, part)
-                    for m in range(len(into)):
-                        for n in range(columns):
-                            add(m, n, value(m, n, k, part), single[n])
+                    for m, n in cells:
+                        add(m, n, value(m, n, k, part), single[n])
     with e.when(e.tirx.Not(paired)), e.loop("part", operand.pairs) as part, e.loop("k", length) as k:
         loaded = weight(k, part)
         for m in range(len(into)):

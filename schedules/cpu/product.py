@@ -29,6 +29,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 
 from ecornn.analysis.step import Term
 from ecornn.program import Packing
@@ -104,9 +106,8 @@ def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int
         assert k % (vectors * lanes) == 0 and hidden == k * terms[0].heads
     if terms[0].transposed and terms[0].heads > 1:
         assert group == 1  # what trains has whole words
-        each = k // (vectors * lanes)
-        return Packing(sources, pad=(gates, hidden, k), split=(gates, terms[0].heads, k, each, vectors, lanes),
-                       order=(1, 3, 2, 0, 4, 5), dtype=kind)
+        split = gates, terms[0].heads, k, k // (vectors * lanes), vectors, lanes
+        return Packing(sources, pad=(gates, hidden, k), split=split, order=(1, 3, 2, 0, 4, 5), dtype=kind)
     if terms[0].transposed:
         return Packing(sources, pad=(gates, groups * group, tiles * vectors * lanes),
                        split=(gates, groups, group, tiles, vectors, lanes), order=(3, 1, 0, 4, 5, 2), dtype=kind)
@@ -118,9 +119,8 @@ def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> l
     """Zeroed registers, [row][column]: int32 for int8 weights, else of the layer's type."""
     dtype = "int32" if kind == "int8" else e.real
     made = [[e.local(f"{name}_{m}_{n}", dtype) for n in range(columns)] for m in range(rows)]
-    for row in made:
-        for register in row:
-            e.vstore(register, 0, e.splat(0, dtype))
+    for register in chain(*made):
+        e.vstore(register, 0, e.splat(0, dtype))
     return made
 
 
@@ -129,8 +129,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     """Adds products over ``k`` values to the registers ``into``. ``starts``: where each row of ``operand`` starts;
     ``weight_start``: where the tile's weights start. The operand is of the layer's type, for int8 weights int32 of
     four values each. ``ahead`` is asked for line by line, spread over the loop."""
-    columns, stored = len(into[0]), STORED[kind]
-    group = stored.group
+    columns, stored, group = len(into[0]), STORED[kind], STORED[kind].group
 
     def one(at: Expr, values: int = group) -> None:
         first = e.let("group", weight_start + at * (columns * stored.words * e.lanes))
@@ -149,9 +148,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
     groups = -(-k // group)
     whole = groups if kind == "int8" else k // group  # integer operands are padded with zeros
     unroll = max(1, min(unroll, whole))
-    blocks = whole // unroll
-    asked = ahead or Ahead(e.index(0), 0)
-    line = LINE // stored.word
+    blocks, line, asked = whole // unroll, LINE // stored.word, ahead or Ahead(e.index(0), 0)
     lines = -(-asked.share // (line * max(1, blocks)))  # in each block
     with e.loop("k", blocks) as block:
         base = e.let("k_first", block * unroll)
@@ -187,9 +184,8 @@ class Integers:
 def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Expr], Expr]) -> None:
     """Writes one row; ``load`` gives the vector from an index on, of which so many values count, zeros after them."""
     magnitudes, spoilt, sums = e.local("magnitudes"), e.local("spoilt"), e.local("sums", "int32")
-    e.vstore(magnitudes, 0, e.splat(0.0))
-    e.vstore(spoilt, 0, e.splat(0.0))
-    e.vstore(sums, 0, e.splat(0, "int32"))
+    for register, kind in ((magnitudes, e.real), (spoilt, e.real), (sums, "int32")):
+        e.vstore(register, 0, e.splat(0, kind))
     with e.loop("part", into.width // e.lanes) as part:
         at = part * e.lanes
         value = load(at, e.index(into.k) - at)
@@ -204,8 +200,7 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Ex
         bounded = e.tirx.Min(e.tirx.Max(load(at, e.index(into.k) - at) * inverse, e.splat(-LARGEST)), e.splat(LARGEST))
         whole = e.let("whole", e.cast("int32", e.intrinsic("nearbyint", bounded)))
         e.vstore(sums, 0, e.vload(sums, 0) + whole)
-        words = e.lanes // 4
-        first = e.div(row * into.width + at, 4)
+        words, first = e.lanes // 4, e.div(row * into.width + at, 4)
         packed = e.tirx.reinterpret(f"int32x{words}", e.cast("int8", whole))
         e.add(e.tirx.BufferStore(into.words, packed, [e.tirx.Ramp(first, e.index(1), words)]))
     e.store(into.sums, row, across(e, sums, lambda a, b: a + b) * e.tirx.const(OFFSET, "int32"))
@@ -213,11 +208,8 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Ex
 
 def across(e: Emitter, vector: TirBuffer, join: Callable[[Expr, Expr], Expr], lanes: range | None = None) -> Expr:
     """All lanes of a local vector, or those given, joined."""
-    first, *others = lanes or range(e.lanes)
-    total = e.load(vector, first)
-    for lane in others:
-        total = e.let("joined", join(total, e.load(vector, lane)))
-    return total
+    values = (e.load(vector, lane) for lane in lanes or range(e.lanes))
+    return reduce(lambda total, value: e.let("joined", join(total, value)), values)
 
 
 def restore(e: Emitter, product: Expr, integers: Integers, row: Expr, unit_scales: Expr) -> Expr:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import reduce
 
 from ecornn.analysis import Statistic
 from ecornn.analysis.step import Term
@@ -55,8 +56,7 @@ class TileTask:
 
     def plain(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The function that adds a product to registers."""
-        e, s = self.e, self.s
-        k = self.o.depth(term)
+        e, s, k = self.e, self.s, self.o.depth(term)
         data, starts = self.operand(number, term.operand)
         if term.heads > 1:  # that of the tile's units
             head = e.let("head", e.div(self.units, k // (self.tile.vectors * s.lanes)) * k)
@@ -81,16 +81,14 @@ class TileTask:
     def pairs(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The function that adds a product by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
-        copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
+        copy, stage, vectors = self.o.paired[self.stage.name, number], self.stage.name, self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
 
         def add(into: list[list[TirBuffer]]) -> None:
-            products = []
-            for column in range(columns):
-                unit = (self.units * vectors + column % vectors) * s.lanes
-                at = e.index(column // vectors * units) + unit
-                products.append(e.let("product", e.vload(data[f"{self.stage.name}_products_{number}"], at)))
-            multiply_pairs(e, into, copy, self.top, self.rows, data[f"{self.stage.name}_weights_{number}"],
+            places = (e.index(column // vectors * units) + (self.units * vectors + column % vectors) * s.lanes
+                      for column in range(columns))
+            products = [e.let("product", e.vload(data[f"{stage}_products_{number}"], at)) for at in places]
+            multiply_pairs(e, into, copy, self.top, self.rows, data[f"{stage}_weights_{number}"],
                            e.let("weight_start", self.units * size), products)
 
         return add
@@ -111,7 +109,6 @@ class TileTask:
         return data, [e.let("x_row", start + e.tirx.Min(self.top + m, last) * stride) for m in rows]
 
     def locate(self, m: int, v: int) -> None:
-        """Sets the row and the vector that values are of from now on."""
         e, s = self.e, self.s
         self.values, self.m, self.v = {}, m, v
         self.at_row = e.let("row", self.top + m)
@@ -123,7 +120,7 @@ class TileTask:
         self.compute()
 
     def compute(self) -> None:
-        """Computes and stores the values of the stage at the row and vector at hand."""
+        """Computes and stores the values of the stage at the row and vector that :meth:`locate` has set."""
         e, stage = self.e, self.stage
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
@@ -153,17 +150,13 @@ class TileTask:
     def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
         """Stores y; zero where the row takes no part."""
         e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
-        y_row = timeline.at(self.t) * o.batch + self.at_row
-        own = o.graph.written * s.hidden
-        start = y_row * traversal.y_width(own) + self.unit
-        if traversal.y_offset(own):
-            start = start + traversal.y_offset(own)
+        own, y_row = o.graph.written * s.hidden, timeline.at(self.t) * o.batch + self.at_row
+        start = y_row * traversal.y_width(own) + self.unit + traversal.y_offset(own)
         valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
         outputs = [timeline.masked(live, v, e.splat(0.0)) for v in self.outputs or [results[o.graph.output]]]
         at, valid = e.let("y_at", start), e.let("valid", valid)
         for number, output in enumerate(outputs):
-            place = at + number * s.hidden if number else at
-            e.vstore_part("y_part", o.data["y"], place, output, valid)
+            e.vstore_part("y_part", o.data["y"], at + number * s.hidden, output, valid)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
         """The index of a hoisted value of a row of the chunk."""
@@ -220,7 +213,7 @@ class TileTask:
 
     def total(self, var: Var) -> tuple[TirBuffer, Expr]:
         """The buffer that a statistic is in, and its index there."""
-        e, o = self.e, self.o
+        o = self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)
         return o.data[name], self.at_row * len(places) + places[var]
 
@@ -242,8 +235,7 @@ class TileTask:
         """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
         row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - 1)
-        start = row * self.o.x_stride + self.unit
-        start = e.let("x_at", start + offset if offset else start)
+        start = e.let("x_at", row * self.o.x_stride + self.unit + offset)
         valid = e.let("x_valid", e.index(s.hidden) - self.unit)
         return e.vload_part("x_part", self.o.data["x"], start, valid)
 
@@ -257,8 +249,7 @@ class RowTask:
 
     def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr, kind: type[TileTask] = TileTask) -> None:
         self.o, self.e, self.stage, self.span = owner, owner.e, stage, span
-        self.row, self.lanes = row, owner.shape.lanes
-        self.hidden, self.kind = owner.shape.hidden, kind
+        self.row, self.lanes, self.hidden, self.kind = row, owner.shape.lanes, owner.shape.hidden, kind
 
     def run(self) -> None:
         for s in self.stage.statistics:
@@ -273,8 +264,7 @@ class RowTask:
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""
         e, count = self.e, s.count(self.hidden)
-        total = self.over(s, lambda value: value)
-        self.keep(s.total, total)
+        self.keep(s.total, total := self.over(s, lambda value: value))
         if s.squares is not None:
             mean = e.let("mean", e.splat(total * e.number(1.0 / count)))
 
@@ -288,7 +278,7 @@ class RowTask:
         """The sum of a function of all operands and of the statistic's units; or the largest."""
         e, lanes = self.e, self.lanes
         first, end = (0, self.hidden) if s.units is None else (s.units[0], sum(s.units))
-        whole = max(end // lanes - -(-first // lanes), 0)
+        start = -(-first // lanes)  # of whole vectors
         nothing = LOWEST[self.o.shape.real] if s.largest else 0.0
         sums = e.local("sums")
         e.vstore(sums, 0, e.splat(nothing))
@@ -306,18 +296,17 @@ class RowTask:
 
         def edge(vector: int) -> None:
             """One of the vectors that are of other units as well."""
-            lane, inside, before = e.ramp(0), None, vector * lanes
+            lane, before, bounds = e.ramp(0), vector * lanes, []
             if before < first:
-                inside = e.tirx.GE(lane, e.splat(first - before, "int64"))
+                bounds.append(e.tirx.GE(lane, e.splat(first - before, "int64")))
             if before + lanes > end:
-                below = e.tirx.LT(lane, e.splat(end - before, "int64"))
-                inside = below if inside is None else e.tirx.And(inside, below)
-            add(e.index(vector), inside)
+                bounds.append(e.tirx.LT(lane, e.splat(end - before, "int64")))
+            add(e.index(vector), reduce(e.tirx.And, bounds))
 
         if first % lanes:
             edge(first // lanes)
-        with e.loop("vector", whole) as vector:
-            add(vector if first == 0 else e.let("own_vector", vector + e.index(-(-first // lanes))), None)
+        with e.loop("vector", max(end // lanes - start, 0)) as vector:
+            add(vector if first == 0 else e.let("own_vector", vector + start), None)
         if end % lanes and (end // lanes != first // lanes or not first % lanes):
             edge(end // lanes)
         total = e.local("total")

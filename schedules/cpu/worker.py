@@ -92,10 +92,13 @@ class Worker(Memory):
                         scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
                         self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
                     if s.weights == "int8":
-                        self.declare_integers(stage, number, k)
+                        rows, width = self.room(stage), -(-k // s.lanes) * s.lanes
+                        integers = self.workspace(stage, "integers", number, rows * width, "int8", "int32")
+                        factors = self.workspace(stage, "factors", number, rows)
+                        sums = self.workspace(stage, "sums", number, rows, "int32")
+                        self.integers[stage.name, number] = Integers(integers, factors, sums, k, width)
 
     def declare_constants(self) -> None:
-        """Parameter vectors, and what follows from parameters alone."""
         s, graph = self.shape, self.graph
         if graph.vectors:
             size = len(graph.vectors), s.width
@@ -109,26 +112,20 @@ class Worker(Memory):
         if not self.graph.invariants:
             return
         with self.tasks("invariant", e.index(s.width // s.lanes)) as task:
-            unit = e.let("unit", task * s.lanes)
-            values: dict[Var, Expr] = {}
+            unit, values = e.let("unit", task * s.lanes), dict[Var, Expr]()
+
+            def at(var: Var) -> Expr:
+                return self.row[var] * s.width + unit
 
             def value(var: Var) -> Expr:
                 if var not in values:
-                    at = e.index(self.row[var] * s.width) + unit
-                    values[var] = e.let(var.name, e.cast(s.real, e.ramp(unit)) if var in self.numbers else
-                                        e.vload(self.data["vectors"], at))
+                    values[var] = e.let(var.name, e.cast(s.real, e.ramp(unit)) if var in self.numbers
+                                        else e.vload(self.data["vectors"], at(var)))
                 return values[var]
 
             for a in self.graph.invariants:
                 values[a.var] = e.let(a.var.name, vector(e, a.value, value))
-                e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
-
-    def declare_integers(self, stage: Stage, number: int, k: int) -> None:
-        rows, width = self.room(stage), -(-k // self.shape.lanes) * self.shape.lanes
-        words = self.workspace(stage, "integers", number, rows * width, dtype="int8", element="int32")
-        factors = self.workspace(stage, "factors", number, rows)
-        sums = self.workspace(stage, "sums", number, rows, dtype="int32")
-        self.integers[stage.name, number] = Integers(words, factors, sums, k, width)
+                e.vstore(self.data["invariants"], at(a.var), values[a.var])
 
     def declare_paired(self, stage: Stage, number: int, terms: Sequence[Term], k: int) -> None:
         """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
@@ -148,7 +145,6 @@ class Worker(Memory):
 
     def workspace(self, stage: Stage, part: str, number: int, size: int, dtype: str | None = None,
                   element: str | None = None) -> TirBuffer:
-        """Declares workspace for an operand of a stage."""
         return self.buffer(f"{stage.name}_{part}_{number}", WORKSPACE, Extent(size), dtype=dtype, element=element)
 
     def room(self, stage: Stage) -> int:
@@ -170,9 +166,7 @@ class Worker(Memory):
         begin, end = self.share(name, total)
         with e.loop(name, end - begin) as offset:
             task = begin + offset
-            if back is not None:
-                task = e.tirx.Select(back, end - 1 - offset, task)
-            yield e.let(f"{name}_task", task)
+            yield e.let(f"{name}_task", task if back is None else e.tirx.Select(back, end - 1 - offset, task))
 
     @contextmanager
     def taken(self, name: str, total: Expr) -> Iterator[Expr]:
@@ -188,8 +182,7 @@ class Worker(Memory):
         e.stack.append([])
         yield e.let(f"{name}_task", e.load(place, 0))
         take()
-        body = e.block()
-        e.add(e.tirx.While(e.load(place, 0) < total, body))
+        e.add(e.tirx.While(e.load(place, 0) < total, e.block()))
 
     def one_by_one(self, stage: Stage) -> bool:
         """True if threads take the tasks of a stage as :meth:`taken` says."""
@@ -201,8 +194,7 @@ class Worker(Memory):
         e, before = self.e, 0
         begin, end = self.share(name, e.index(sum(totals)))
         for total in totals:
-            first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total),
-                                                                                      at - before)))
+            first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total), at - before)))
                            for which, at in (("first", begin), ("last", end)))
             yield e.loop(name, last - first, first)
             before += total
@@ -219,7 +211,7 @@ class Worker(Memory):
         """The states before the first step, from elements (B, H) of ``first``, else zeros; and invariants."""
         e, s = self.e, self.shape
         with self.vectors_of(name, e.index(s.padded_batch)) as (b, unit):
-            valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
+            valid = e.let("valid", e.tirx.Select(b < self.batch, s.hidden - unit, e.index(0)))
             at = b * s.hidden + unit
             values = {n: e.vload_part(f"{n}_first", first[n], at, valid) if n in first else e.splat(0.0)
                       for n in self.graph.states}
@@ -276,9 +268,8 @@ class Worker(Memory):
             ahead = None
             if tile.ahead and back is not None:
                 begin, end = self.share(stage.name, total)
-                nearest = e.div(begin, row_tiles), e.div(end - 1, row_tiles)
-                following = e.tirx.Select(back, e.tirx.Max(units - 1, nearest[0]),
-                                          e.tirx.Min(units + 1, nearest[1]))
+                least, most = e.div(begin, row_tiles), e.div(end - 1, row_tiles)
+                following = e.tirx.Select(back, e.tirx.Max(units - 1, least), e.tirx.Min(units + 1, most))
                 ahead = e.let("next", following), number, -(-self.shape.batch // tile.rows)
 
             def run(rows_of_tile: int) -> None:
