@@ -89,10 +89,7 @@ class LoopTask(TileTask):
         e, o = self.e, self.o
         values = [o.timeline.masked(live, value, e.splat(0.0)) for value in self.outputs]
         row = e.let("chunk_row", o.row_of_chunk(self.first, self.t, self.at_row))
-        with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
-            for var, value in zip(o.graph.outputs, values, strict=True):
-                place = o.left[var]
-                e.vstore(place.data, place.at(e, row) + self.unit, value)
+        self.leave(row, list(zip((o.left[var] for var in o.graph.outputs), values, strict=True)))
 
 
 class ReadOutTask(TileTask):
@@ -106,11 +103,10 @@ class ReadOutTask(TileTask):
         if self.stage is not o.plan.steps[-1]:
             return
         values = [self.value(var) for var in o.graph.outputs]
-        live = o.owner.live_row(self.first, self.at_row)
-        own = len(values) * hidden
+        live, own = o.owner.live_row(self.first, self.at_row), len(values) * hidden
         row = (self.first * o.batch + self.at_row) * o.y.y_width(own)
         at = e.let("y_at", row + o.y.y_offset(own) + self.unit)
-        valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, e.index(hidden) - self.unit, e.index(0)))
+        valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, hidden - self.unit, e.index(0)))
         for number, value in enumerate(values):
             value = o.owner.timeline.masked(live, value, e.splat(0.0))
             e.vstore_part("y_part", o.owner.data["y"], at + number * hidden, value, valid)
@@ -142,8 +138,7 @@ class ReadOutSequence(Sequence):
         width = max(self.shape.width, self.read_out.shape.width)
         self.left = {}
         for number, var in enumerate(self.graph.outputs):
-            data = self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK))
-            self.left[var] = Place(data, width)
+            self.left[var] = Place(self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK)), width)
         self.read_out.declare(self)
         self.read_out.given.update(self.left)
         self.buffers += self.read_out.buffers

@@ -24,8 +24,6 @@ from ecornn.analysis.step import Assign, Term
 from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.scalars.row_sums import parts_of
 
-_Part = tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -53,6 +51,10 @@ class StepPlan:
     level: dict[Var, int]  # variable -> level as in :mod:`ecornn.analysis.step`
     doubled: tuple[str, ...]  # states kept twice, for even and odd steps: other threads still read the old one
     barriers: bool  # False where no thread waits for another within a chunk
+
+    def maker(self, var: Var) -> Stage:
+        """The first stage of a step that has the value for all units: a row's statistics are left to the one behind."""
+        return next((s for s in self.steps if s.level >= self.level[var] and s.finishes), self.steps[-1])
 
     @property
     def steps(self) -> tuple[Stage, ...]:
@@ -94,7 +96,8 @@ def plan(graph: StepGraph) -> StepPlan:
 
 def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
     """The stages of a graph without states, which go over all rows one after the other; ``wanted`` is kept."""
-    parts: list[_Part] = [(graph.hoisted_products, (), graph.hoisted),
+    parts: list[tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]] = [
+        (graph.hoisted_products, (), graph.hoisted),
                           ((), graph.hoisted_statistics, graph.normalized), ((), (), graph.prologue)]
     parts += [(p.products, p.statistics, p.assigns) for p in graph.phases]
     made = [(*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))

@@ -3,7 +3,7 @@ row, statistics over all of its units, then what follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 
@@ -157,6 +157,12 @@ class TileTask:
         at, valid = e.let("y_at", start), e.let("valid", valid)
         for number, output in enumerate(outputs):
             e.vstore_part("y_part", o.data["y"], at + number * s.hidden, output, valid)
+
+    def leave(self, row: Expr, values: Sequence[tuple[Place, Expr]]) -> None:
+        """Stores values of a ``row`` of the chunk: one past the batch is one of another step."""
+        with self.e.when(self.at_row < self.o.batch):
+            for place, value in values:
+                self.e.vstore(place.data, place.at(self.e, row) + self.unit, value)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
         """The index of a hoisted value of a row of the chunk."""

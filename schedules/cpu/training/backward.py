@@ -28,7 +28,7 @@ from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.training.outer import Outer, OuterProducts
 from ecornn.schedules.cpu.training.parts import Backward, Copy, Recurrence, gather
 from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
-from ecornn.schedules.keeping import kept_buffers, value_buffers
+from ecornn.schedules.keeping import Stored
 
 
 class DxTask(TileTask):
@@ -40,7 +40,7 @@ class DxTask(TileTask):
         e, o, width = self.e, self.o, self.o.shape.hidden
         value = self.value(o.dx)
         row = self.first * o.batch + self.at_row
-        valid = e.tirx.Select(self.at_row < self.rows, e.index(width) - self.unit, e.index(0))
+        valid = e.tirx.Select(self.at_row < self.rows, width - self.unit, e.index(0))
         at, valid = e.let("dx_at", row * o.stride + self.unit), e.let("valid", valid)
         if o.adds:
             value = value + e.vload_part("dx_before", o.data["dx"], at, valid)
@@ -110,9 +110,8 @@ class BackwardWorker(Worker):
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT and not TENSORS[t].switch]  # it always adds
         for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
             self.add(b)
-        states = [name for name in self.plans.kept.states if name != self.forward.output]
-        size = s.batch, s.hidden, s.real
-        for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
+        states = tuple(name for name in self.plans.kept.states if name != self.forward.output)
+        for b in Stored(states, self.plans.kept.values).buffers(s.batch, s.hidden, s.real):
             self.add(b)
         self.declare_constants()
         self.recurrence.declare(self)

@@ -9,8 +9,8 @@ one each element is of one task: how many threads there are changes nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 
 from ecornn.program import WORKSPACE, Extent
 from ecornn.schedules.builder import Expr, TirBuffer
@@ -59,12 +59,11 @@ class OuterProducts:
         for outer in outers:
             for place, width, length in ((outer.value, self.height, outer.rows),
                                          (outer.operand, self.vectors * lanes, outer.columns)):
-                if (place, width, outer.heads) not in self.panels:
+                if (key := (place, width, outer.heads)) not in self.panels:
                     # room for the last row's vector, which may be wider than a panel
                     count, stride = -(-length // width), -(-rooms * width // lanes) * lanes + lanes
                     data = worker.buffer(f"panels_{len(self.panels)}", WORKSPACE, Extent(outer.heads * count * stride))
-                    self.panels[place, width, outer.heads] = Panels(data, place, width, count, stride, outer.heads,
-                                                                    length)
+                    self.panels[key] = Panels(data, place, width, count, stride, outer.heads, length)
 
     def add(self, rows: Expr) -> None:
         """Adds the products over ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
@@ -73,7 +72,7 @@ class OuterProducts:
         e = self.worker.e
         e.call("ecornn_barrier")
         work = [(outer, self.panels[outer.value, self.height, outer.heads],
-                 self.panels[outer.operand, self.vectors * self.worker.e.lanes, outer.heads]) for outer in self.outers]
+                 self.panels[outer.operand, self.vectors * e.lanes, outer.heads]) for outer in self.outers]
         totals = [outer.heads * -(-values.count // TOGETHER) * operands.count for outer, values, operands in work]
         before = 0
         with self.worker.taken("outer", e.index(sum(totals))) as task:
@@ -83,28 +82,22 @@ class OuterProducts:
                 before += total
 
     def copy(self, rows: Expr) -> None:
-        made = list(self.panels.values())
-        together = [COPIED if p.width % self.worker.e.lanes else 1 for p in made]
+        """Fills all panels, some in each task. A vector that reaches past its row is written before the next."""
+        e, lanes, made = self.worker.e, self.worker.e.lanes, list(self.panels.values())
+        together = [COPIED if p.width % lanes else 1 for p in made]
         totals = [-(-p.count * p.heads // some) for p, some in zip(made, together, strict=True)]
-        for panels, some, tasks in zip(made, together, self.worker.pooled("copy", totals), strict=True):
-            self._panels(panels, some, rows, tasks)
-
-    def _panels(self, panels: Panels, together: int, rows: Expr, tasks: AbstractContextManager[Expr]) -> None:
-        """Fills panels, ``together`` in each task. A vector that reaches past its row is written before the next."""
-        e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
-        with tasks as task:
-            first = e.let("first_panel", task * together)
-            count = e.let("panels_here", e.tirx.Min(e.index(together), e.index(panels.count * panels.heads) - first))
-            with e.loop("row", rows) as row, e.loop("panel", count) as number:
-                panel = first + number
-                inside = panel * width
-                if panels.heads > 1:
-                    inside = (e.div(panel, panels.count) * panels.length
-                              + e.mod(panel, panels.count) * width)
-                source = e.let("source", panels.source.at(e, row) + inside)
-                into = e.let("into", panel * panels.stride + row * width)
-                for at in range(0, width, lanes):
-                    e.vstore(panels.data, into + at, e.vload(panels.source.data, source + at))
+        for p, some, tasks in zip(made, together, self.worker.pooled("copy", totals), strict=True):
+            with tasks as task:
+                first = e.let("first_panel", task * some)
+                count = e.let("panels_here", e.tirx.Min(e.index(some), p.count * p.heads - first))
+                with e.loop("row", rows) as row, e.loop("panel", count) as number:
+                    panel = first + number
+                    inside = (panel * p.width if p.heads == 1 else
+                              e.div(panel, p.count) * p.length + e.mod(panel, p.count) * p.width)
+                    source = e.let("source", p.source.at(e, row) + inside)
+                    into = e.let("into", panel * p.stride + row * p.width)
+                    for at in range(0, p.width, lanes):
+                        e.vstore(p.data, into + at, e.vload(p.source.data, source + at))
 
     def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
         """A task: some tiles of j of a panel of k."""
@@ -142,25 +135,19 @@ class OuterProducts:
                 value = e.let("value", e.splat(e.load(values.data, left + row * height + m)))
                 for n in range(vectors):
                     e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
-        inside = e.let("inside", e.tirx.And(j + height <= outer.rows,
-                                            k + vectors * lanes <= outer.columns))
+        inside = e.let("inside", e.tirx.And(j + height <= outer.rows, k + vectors * lanes <= outer.columns))
         with e.when(inside):
             for m in range(height):
                 start = e.let("start", first + (j + m) * outer.columns + k)
                 for n in range(vectors):
                     at = start + n * lanes
                     e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
-        with e.when(e.tirx.Not(inside)):
-            self._edge(outer, first, j, k, sums)
-
-    def _edge(self, outer: Outer, first: Expr, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
-        e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
-        tile = e.local("tile", size=height * vectors * lanes)
-        for m in range(height):
-            for n in range(vectors):
-                e.vstore(tile, (m * vectors + n) * lanes, e.vload(sums[m][n], 0))
-        high = e.tirx.Min(e.index(height), e.index(outer.rows) - j)
-        wide = e.tirx.Min(e.index(vectors * lanes), e.index(outer.columns) - k)
-        with e.loop("m", high) as m, e.loop("n", wide) as n:
-            at = first + (j + m) * outer.columns + k + n
-            e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * (vectors * lanes) + n))
+        with e.when(e.tirx.Not(inside)):  # element by element
+            edge = e.local("tile", size=height * vectors * lanes)
+            for number, register in enumerate(chain(*sums)):
+                e.vstore(edge, number * lanes, e.vload(register, 0))
+            high = e.tirx.Min(e.index(height), outer.rows - j)
+            wide = e.tirx.Min(e.index(vectors * lanes), outer.columns - k)
+            with e.loop("m", high) as m, e.loop("n", wide) as n:
+                at = first + (j + m) * outer.columns + k + n
+                e.store(outer.data, at, e.load(outer.data, at) + e.load(edge, m * (vectors * lanes) + n))

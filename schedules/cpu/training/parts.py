@@ -62,36 +62,29 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     plan = _recurrence_plan(recurrence)
     written: dict[str, list[Var]] = {stage.name: [] for stage in plan.steps}
     for var in dict.fromkeys(v for v in wanted if v in own):
-        # rows of statistics are left to the stage behind, which has all units
-        stage = next((s for s in plan.steps if s.level >= plan.level[var] and s.finishes), plan.steps[-1])
-        written[stage.name].append(var)
+        written[plan.maker(var).name].append(var)
 
     last = inputs.phases[0] if inputs.phases else Phase((), (), ())
     before = replace(inputs, phases=())
     read = [t.operand for p in last.products for t in p.terms] + [v for a in last.assigns for v in variables(a.value)]
     read += [v for o in inputs.outer_products for v in (o.value, o.operand)] + [s.value for s in inputs.sums]
     read += [v for v in (adjoint.dx, *adjoint.dinputs.values()) if v is not None]
-    made = _made(before)
-    dx = None
+    made, dx = _made(before), None
     if adjoint.dx is not None:
         invariants, read_last = needed(inputs.invariants, {v for a in last.assigns for v in variables(a.value)})
         graph = replace(inputs, hoisted=(), hoisted_statistics=(), normalized=(), prologue=(), phases=(last,),
                         invariants=invariants, vectors=tuple(v for v in inputs.vectors if v.var in read_last))
-        dx = _last_stage(pass_plan("dx", graph, (adjoint.dx,)))
-    finish = adjoint.finish
-    ends = _made(finish)
+        dx = pass_plan("dx", graph, (adjoint.dx,))
+        # its stages keep nothing; it has one even where what it stores is known before
+        stages = dx.steps or (Stage("dx_0", 0, (), ()),)
+        dx = replace(dx, parts=tuple((replace(stage, keep=()),) for stage in stages))
+    finish, ends = adjoint.finish, _made(adjoint.finish)
     return Backward(
         adjoint, kept, pass_plan("replay", kept.replay, kept.replay.outputs), plan,
         {name: tuple(those) for name, those in written.items()},
         pass_plan("inputs", before, tuple(dict.fromkeys(v for v in read if v in made))), dx,
         pass_plan("finish", finish, tuple(dict.fromkeys(
             v for v in (*adjoint.gradients.values(), *(s.value for s in finish.sums)) if v in ends))))
-
-
-def _last_stage(plan: StepPlan) -> StepPlan:
-    """``plan`` with stages that keep nothing; it has one even where what it stores is known before."""
-    stages = plan.steps or (Stage("dx_0", 0, (), ()),)
-    return replace(plan, parts=tuple((replace(stage, keep=()),) for stage in stages))
 
 
 def _recurrence_plan(graph: StepGraph) -> StepPlan:
@@ -171,12 +164,8 @@ def _row(worker: Worker, copy: Copy, row: Expr, source: Place | None, at: Expr) 
     whole, left = divmod(copy.length, lanes)
 
     def move(unit: Expr, valid: int) -> None:
-        if source is None or start is None:
-            value = e.splat(0.0)
-        elif valid == lanes:
-            value = e.vload(source.data, start + unit)
-        else:
-            value = e.vload_part("rest", source.data, start + unit, e.index(valid))
+        value = (e.splat(0.0) if source is None or start is None else e.vload(source.data, start + unit)
+                 if valid == lanes else e.vload_part("rest", source.data, start + unit, e.index(valid)))
         e.vstore(copy.to.data, into + unit, value)
 
     with e.loop("vector", whole) as vector:
@@ -198,10 +187,7 @@ class RecurrenceTask(TileTask):
             return
         live = o.timeline.live(self.t, self.at_row)
         row = e.let("chunk_row", o.row_of_chunk(self.first, self.t, self.at_row))
-        values = [(place, o.timeline.masked(live, value, e.splat(0.0))) for place, value in made]
-        with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
-            for place, value in values:
-                e.vstore(place.data, place.at(e, row) + self.unit, value)
+        self.leave(row, [(place, o.timeline.masked(live, value, e.splat(0.0))) for place, value in made])
 
     def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
         """There is no y."""
