@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from ecornn.analysis.step import Term
 from ecornn.program import Buffer
 from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.product import Integers
+from ecornn.schedules.cpu.product import Integers, Paired
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.workload import Traversal
@@ -58,7 +57,7 @@ class Memory:
         self.buffers: list[Buffer] = []
         self.data: dict[str, TirBuffer] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
-        self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
+        self.paired: dict[tuple[str, int], Paired] = {}  # ... as copies for products of pairs
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
         self.given: dict[Var, Place] = {}  # what other parts of the function, or its caller, made
         self.kept: dict[Var, TirBuffer] = {}  # value carried between stages -> its buffer

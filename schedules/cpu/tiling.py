@@ -28,7 +28,7 @@ class Tile:
     rows: int
     vectors: int
     unroll: int  # how far k is unrolled
-    pairs: int = 0  # of how many values of k two are multiplied as a pair, see paired.py; 0: none
+    pairs: int = 0  # of how many values of k two are multiplied as a pair, see product.py; 0: none
     ahead: bool = False  # whether the next tile's weights are asked for meanwhile
     gates: int = 0  # of how many gates sums are in registers at the same time; 0: of all
 

@@ -15,9 +15,8 @@ from math import prod
 from ecornn.analysis.step import Term
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu import paired
-from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu import product
+from ecornn.schedules.cpu.emit import Emitter, vector
 from ecornn.schedules.cpu.memory import Memory, Place, Span, Timeline
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
 from ecornn.schedules.cpu.stages import Stage, StepPlan, groups, operands
@@ -130,18 +129,18 @@ class Worker(Memory):
     def declare_paired(self, stage: Stage, number: int, terms: Sequence[Term], k: int) -> None:
         """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
         e, s, tile = self.e, self.shape, self.shape.tiles[stage.name]
-        packs = paired.packings(terms, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
+        packs = product.paired_packings(terms, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
         for part, pack in packs.items():
             size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
             self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
-        room, width = self.room(stage), paired.width_of(k, tile.pairs, s.lanes)
+        room, width = self.room(stage), product.paired_width(k, tile.pairs, s.lanes)
         copies = [self.workspace(stage, "copy", number, room * width)]
         factors, sums = (self.workspace(stage, part, number, room) for part in ("factors", "sums"))
         for column in range(1, len(terms) * tile.vectors):
             alias = f"{stage.name}_copy_{number}_{column}"
             copies.append(e.pointer(alias))
             self.aliases[alias] = f"{stage.name}_copy_{number}"
-        self.paired[stage.name, number] = paired.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
+        self.paired[stage.name, number] = product.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
 
     def workspace(self, stage: Stage, part: str, number: int, size: int, dtype: str | None = None,
                   element: str | None = None) -> TirBuffer:
@@ -300,7 +299,7 @@ class Worker(Memory):
                 if integers:
                     quantize_row(e, integers, row, load)
                 else:
-                    paired.prepare_row(e, self.paired[stage.name, number], row, load)
+                    product.prepare_row(e, self.paired[stage.name, number], row, load)
 
 
 class Pass(Worker):
