@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
@@ -192,9 +193,8 @@ class WarpProduct:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
 
     def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
-        """Leaves the warp's sums in shared memory.
-
-        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read."""
+        """Leaves the warp's sums in shared memory. ``column``: the block's place among the units; ``before`` emits what
+        must come before ``operand`` is read."""
         share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (1, share.tiles, share.octets, 4), "float32")  # of one chain
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
@@ -246,11 +246,8 @@ class WarpProduct:
         share = self.share
         pair = T.let("pair", turn * share.warps + self.warp)
         beyond = not isinstance(turn, int) if beyond is None else beyond
-        if share.pairs % share.warps == 0 and not beyond:
+        with T.when((share.pairs % share.warps == 0 and not beyond) or pair < share.pairs):
             yield pair
-        else:
-            with T.when(pair < share.pairs):
-                yield pair
 
     def _multiply(self, slot: int, operand: int) -> None:
         share = self.share
@@ -263,12 +260,10 @@ class WarpProduct:
         share = self.share
         row = self.warp * share.rows + self.lane % 4 * 2
         first = T.let("first", row * share.stride + self.lane // 4 + self.first)
-        for m in range(share.tiles):
-            for n in range(share.octets):
-                for i in range(4):
-                    if 2 * m + i // 2 < share.groups:
-                        place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
-                        T.buffer_store(self.memory, self.acc[0, m, n, i], [place])
+        for m, n, i in product(range(share.tiles), range(share.octets), range(4)):
+            if 2 * m + i // 2 < share.groups:
+                place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
+                T.buffer_store(self.memory, self.acc[0, m, n, i], [place])
 
 
 def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: int) -> None:
