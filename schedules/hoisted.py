@@ -40,8 +40,7 @@ class Piece:
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""
-        places = [(*index, self.register + k) for k in range(self.words)]
-        return [registers[place] for place in places]
+        return [registers[(*index, self.register + k)] for k in range(self.words)]
 
 
 @dataclass(frozen=True)
@@ -93,13 +92,11 @@ class Hoisted:
         return T.local(name, (*shape, max(1, self.words(units))), "uint32" if self.packed else "float32")
 
     def buffer(self, batch: int) -> Buffer:
-        """The workspace ``hoisted``."""
         return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
 
     def laid(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), of their own type; NaN where none lies."""
-        memory = np.full((len(values), self.row), np.nan, values.dtype)
-        first, q = 0, 0
+        memory, first, q = np.full((len(values), self.row), np.nan, values.dtype), 0, 0
         for count in self.planes:
             for n in range(count):
                 memory[:, first + n:first + count * self.hidden:count] = values[:, q + n]
@@ -157,14 +154,12 @@ def hoisted_knob() -> Any:
 
 
 def hoisted_choices(task: Task) -> tuple[str, ...]:
-    choice = task.workload.dtype != "float32" and task.graph.hoisted_outputs
-    return ("float32", "same") if choice else ("float32",)
+    return ("float32", "same") if task.workload.dtype != "float32" and task.graph.hoisted_outputs else ("float32",)
 
 
 def saved(task: Task) -> float:
-    """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much.
-
-    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by."""
+    """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much. Of 18
+    layers on an H100 steps were a nanosecond shorter for each 670 to 6400 bytes."""
     w, outputs = task.workload, len(task.graph.hoisted_outputs)
     if w.dtype == "float32" or (outputs == 1 and task.graph.phases):
         return 0.0

@@ -93,7 +93,6 @@ class Stored:
                 *(made("value_kept", str(n), f"value{n}_kept") for n in range(self.together, len(self.values)))]
 
     def arguments(self, dtype: str) -> dict[str, TirBuffer]:
-        """The parameters of a kernel that stores them."""
         return {b.name: T.pointer(b.name, dtype) for b in self.buffers(1, 1, dtype)}
 
     def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[Spot, Value]:

@@ -89,12 +89,11 @@ class Place:
         first = buffer.ptr_to([columns.place(row, unit)])
         if self.dtype == "float32":
             st_global(first, values, "f32")
-            return
-        st_global(first, pack(values, self.dtype))
+        else:
+            st_global(first, pack(values, self.dtype))
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
-    """States whose values before each step are read."""
     used = {*adjoint.needed, *kept.replay.given}
     return tuple(n for n, leaf in adjoint.forward.states.items() if leaf in used)
 
@@ -124,12 +123,10 @@ class Memory:
         return Columns(name, H, traversal.y_width(own), traversal.y_offset(own) + output * H)
 
     def after(self, state: str) -> Columns:
-        """A state after each step."""
         H = self.task.workload.hidden
         return self.y("y") if state == self.adjoint.forward.output else Columns(f"{state}_kept", H, H)
 
     def before(self, state: str) -> Columns:
-        """A state before each step."""
         H = self.task.workload.hidden
         return Columns(f"before_{state}", H, whole_chunks(H, self.task.workload.itemsize))
 
@@ -162,7 +159,6 @@ class Memory:
         return found | {v: Place(self.y("dy", n), self.dtype) for n, v in enumerate(self.adjoint.dys)}
 
     def outputs(self) -> dict[Var, Place]:
-        """The places of the values that the recurrence writes."""
         H, row, raised = self.task.workload.hidden, self.outputs_row, self.task.workload.arithmetic == "tf32"
         return {v: Place(Columns("outputs", H, row, o * H, raised), self.dtype)
                 for o, v in enumerate(written(self.adjoint))}
@@ -241,17 +237,15 @@ BLOCKS = 8  # a multiprocessor
 def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
     """``before_<state>`` of each state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
     ``chunked``: of a chunk, whose neighbours lie around it."""
-    return [_gather(memory, state, chunked) for state in read_before(memory.adjoint, memory.kept)]
-
-
-def _gather(memory: Memory, state: str, chunked: bool) -> Component:
-    w, after, before = memory.task.workload, memory.after(state), memory.before(state)
-    blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
-    function = "gather_y" if of_y else "gather"
-    names = {"after": after.name, "before": before.name, "first": f"{state}_in"}
-    return Component({function: _kernel(memory.task, function, after, before.stride, blocks, chunked)},
-                     (Buffer(before.name, WORKSPACE, w.dtype, Extent(0, w.batch * before.stride)),),
-                     (Launch(function, blocks, THREADS, names=names),))
+    w, blocks, found = memory.task.workload, BLOCKS * memory.task.device.cores, []
+    for state in read_before(memory.adjoint, memory.kept):
+        after, before = memory.after(state), memory.before(state)
+        function = "gather_y" if after.name == "y" else "gather"
+        names = {"after": after.name, "before": before.name, "first": f"{state}_in"}
+        found.append(Component({function: _kernel(memory.task, function, after, before.stride, blocks, chunked)},
+                               (Buffer(before.name, WORKSPACE, w.dtype, Extent(0, w.batch * before.stride)),),
+                               (Launch(function, blocks, THREADS, names=names),)))
+    return found
 
 
 def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, chunked: bool) -> PrimFunc:

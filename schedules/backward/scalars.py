@@ -46,7 +46,6 @@ class Scalars:
 
     @property
     def reads_vectors(self) -> bool:
-        """True if parameter vectors are among what is needed."""
         read = self._needed(self.wanted)
         return any(v.var in read for v in self.vectors)
 

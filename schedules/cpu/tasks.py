@@ -70,7 +70,6 @@ class TileTask:
         return add
 
     def asked(self, size: int) -> Ahead | None:
-        """The weights to ask for during a product whose unit tiles have ``size`` words of weights."""
         if self.ahead is None:
             return None
         e, (units, part, parts) = self.e, self.ahead

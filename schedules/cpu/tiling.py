@@ -76,7 +76,6 @@ class Shape:
 
 
 def lanes_of(device: Device, dtype: str = "float32") -> int:
-    """Lanes of a vector register, of that type."""
     wide = {"avx2", "avx"} & set(device.features)
     return (64 if "avx512f" in device.features else 32 if wide else 16) // ITEMSIZE[dtype]
 
@@ -122,7 +121,6 @@ def vectors_of(columns: int, gates: int, head: int = 0) -> int:
 
 
 def row_choices(device: Device, most: int) -> tuple[int, ...]:
-    """Batch rows that a tile may have where there are ``most``."""
     return tuple(r for r in ROWS if r <= min(most, registers_of(device) - 2)) or (1,)
 
 
@@ -171,16 +169,15 @@ def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
 
 
 def gates_of(task: Task, name: str) -> int:
-    """Products of the stage of that name."""
     if name.startswith("phase"):
         return len(task.graph.phases[int(name.removeprefix("phase")) - 1].products)
     return len(task.graph.hoisted_products) if name == "hoisted" else 0
 
 
 def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
-    workload = task.workload
-    return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs),
-                 workload.stored, knobs.team)
+    w = task.workload
+    return Shape(w.batch, task.own_input, w.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs), w.stored,
+                 knobs.team)
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
@@ -190,24 +187,20 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
     ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
     ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones."""
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
-    tasks = count * units
 
     def of(rows: int, columns: int) -> float:
         # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
         sums, from_l2 = rows * columns, rates.l2_vector * columns
-        loads = rates.vector_load * columns + rows / 2
-        each = max(rates.fma * sums, rates.fma_latency, loads, from_l2)
+        each = max(rates.fma * sums, rates.fma_latency, rates.vector_load * columns + rows / 2, from_l2)
         if tile.pairs:  # every factor of the operand is a broadcast
             each = max(rates.fma * sums * (1 - 1 / tile.pairs), rates.fma_latency,
                        rates.vector_load * columns + sums / 2, from_l2) / PAIRS_REACH
         return each + rates.turn + stalls[0] * columns + stalls[1] * rows
 
-    def of_rows(rows: int) -> float:
-        return sum(of(rows, columns) for columns in tile.columns(gates))
-
+    costs = [(sum(of(rows, columns) for columns in tile.columns(gates)), many) for rows, many in heights.items()]
     if exact:
-        return busiest([(of_rows(rows), many) for rows, many in heights.items()], units, threads)
-    return -(-tasks // threads) * sum(many * of_rows(rows) for rows, many in heights.items()) / count
+        return busiest(costs, units, threads)
+    return -(-count * units // threads) * sum(many * cost for cost, many in costs) / count
 
 
 def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:

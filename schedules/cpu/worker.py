@@ -73,7 +73,6 @@ class Worker(Memory):
             self.buffer("statistics", WORKSPACE, Extent(rows * len(self.totals)))
 
     def declare_products(self) -> None:
-        """Packed weights, and the workspace that products of some kinds take."""
         s = self.shape
         for stage in (stage for stage in (*self.plan.hoisted, *self.plan.steps) if stage.rows):
             for group in groups(stage.rows, s.tiles[stage.name].gates):

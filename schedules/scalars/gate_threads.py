@@ -70,9 +70,8 @@ class GateThreads(ABC):
 
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The values of each item
     are in registers: constants, states, hoisted inputs of this step (``inputs``) and the next one (``ahead``), how far
-    its row goes (``limits``) and whether it starts anew (``fresh``). Of a column of sequences: the ``numbers`` in this
-    step and the next two, with the marks of pieces, and the state that the next step begins with if it is the first one
-    of a sequence or piece (``given``)."""
+    its row goes (``limits``), whether it starts anew (``fresh``); of a column of sequences the ``numbers`` in this step
+    and the next two, with the marks of pieces, and the state that a sequence or piece begins with (``given``)."""
 
     def __init__(self, kernel: SequenceKernel, share: Share, group: Expr, first: Expr, thread: Expr,
                  count: Expr | None = None) -> None:
@@ -127,7 +126,10 @@ class GateThreads(ABC):
         """Computes or loads what is known before the first step."""
         graph, H = self.graph, self.task.workload.hidden
         for i in range(self.items):
-            self._constants(i)
+            unit = T.let("at", T.min(self.unit[i], H - 1))
+            env = invariants(graph, vectors_at(graph.vectors, self.arguments["vectors"], H, unit), self.math)
+            for k, var in enumerate(graph.invariant_outputs):
+                T.buffer_store(self.constants, env[var], [i, k])
             if self.limits is not None:
                 T.buffer_store(self.limits, self.timeline.limit(T.min(self.row[i], self.batch - 1)), [i])
             if self.numbers is not None:
@@ -143,7 +145,6 @@ class GateThreads(ABC):
                     T.buffer_store(self.states, value, [i, s])
 
     def _number(self, t: Expr, i: int) -> Expr:
-        """The sequence of item i's column in step t."""
         return self.timeline.number(t, T.let("some_row", T.min(self.row[i], self.batch - 1)))
 
     def _begin_sequence(self, i: int, number: Expr, into: TirBuffer) -> None:
@@ -172,13 +173,6 @@ class GateThreads(ABC):
         if self.numbers is not None:
             return T.let("live", self.numbers[i, 0] >= 0)
         return self.timeline.live(t, self._limit(i))
-
-    def _constants(self, i: int) -> None:
-        graph, H = self.graph, self.task.workload.hidden
-        at = T.let("at", T.min(self.unit[i], H - 1))
-        env = invariants(graph, vectors_at(graph.vectors, self.arguments["vectors"], H, at), self.math)
-        for k, var in enumerate(graph.invariant_outputs):
-            T.buffer_store(self.constants, env[var], [i, k])
 
     def _fetch(self, t: Expr) -> None:
         """Loads the hoisted inputs of step t into ``ahead``, and whether a sequence starts there."""
@@ -230,11 +224,13 @@ class GateThreads(ABC):
             for k in range(len(self.graph.row_inputs)):
                 T.buffer_store(self.row_values[0], self.row_values[1][i, k], [i, k])
 
+    def _hoisted_values(self, i: int, loaded: TirBuffer) -> dict[Var, Expr]:
+        (values,) = self.hoisted.values([loaded[i, k] for k in range(self.hoisted.words())])
+        return dict(zip(self.graph.hoisted_outputs, values, strict=True))
+
     def _before(self, i: int) -> dict[Var, Expr]:
         """The values of an item that are known before the products of its step."""
-        graph, hoisted = self.graph, self.hoisted
-        (inputs,) = hoisted.values([self.inputs[i, k] for k in range(hoisted.words())])
-        env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
+        graph, env = self.graph, self._hoisted_values(i, self.inputs)
         env |= {v: self.row_values[0][i, k] for k, v in enumerate(graph.row_inputs)}
         env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
@@ -255,8 +251,7 @@ class GateThreads(ABC):
         following = {graph.states[name]: value for name, value in ended.following.items()}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         if self.late:
-            (inputs,) = self.hoisted.values([self.ahead[i, k] for k in range(self.hoisted.words())])
-            following |= dict(zip(graph.hoisted_outputs, inputs, strict=True))
+            following |= self._hoisted_values(i, self.ahead)
         self._announce(i, 0, t + 1, emit(self.urgent.opening, following, self.math))
         return ended
 
@@ -316,9 +311,8 @@ class GateThreads(ABC):
         row = T.let("step_row", row) if self.kept else row
         at = row * width + self.unit[i]
         for o, value in enumerate(values):
-            place = first + o * H
-            T.buffer_store(self.arguments[name], T.cast(for_products(value, self.task), w.dtype),
-                           [at + place if place else at])
+            value = T.cast(for_products(value, self.task), w.dtype)
+            T.buffer_store(self.arguments[name], value, [at + (first + o * H)])
         for spot, value in self.kept.found(ended.new, ended.env).items():
             value = self.timeline.masked(ended.live, value, T.float32(0))
             T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(row, self.unit[i], H)])
@@ -356,7 +350,6 @@ def declare_start(task: Task, hoisted: Hoisted, math: str) -> SequenceKernel:
 
 
 def start_thread() -> Expr:
-    """The number of a thread of the kernel ahead, among those of all blocks."""
     return T.let("first", T.block(BLOCKS) * THREADS + T.thread(THREADS))
 
 

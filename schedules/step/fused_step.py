@@ -362,7 +362,6 @@ def estimate(task: Task, tile: Tile) -> float:
 
 
 def _gates(task: Task) -> int:
-    """Gates of the product that has most."""
     return max(map(len, (task.graph.hoisted_products, *(phase.products for phase in task.graph.phases))))
 
 

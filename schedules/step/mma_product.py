@@ -139,7 +139,6 @@ def unit_step(task: Task) -> int:
 
 
 def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
-    """The plan of a configuration; it need not fit, ``check`` says that."""
     phases = task.graph.phases
     return TilePlan(knobs=knobs, hidden=task.workload.hidden, dtype=task.workload.dtype,
                     arithmetic=task.workload.arithmetic, units=knobs.units, rows=knobs.rows, row_warps=knobs.row_warps,

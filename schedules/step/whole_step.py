@@ -110,7 +110,6 @@ def plan_of(task: Task, knobs: StepKnobs) -> StepPlan:
 
 
 def operand_of(task: Task) -> str:
-    """The name of the state that is multiplied."""
     (operand,) = task.graph.phases[0].operands
     return next(name for name, var in task.graph.states.items() if var.same_as(operand))
 
@@ -136,7 +135,6 @@ class StepStates(StepScalars):
         return self.timeline.started(self.begins(row), found)
 
     def prefetch(self, row: Expr, unit: Expr) -> None:
-        """Asks for what :meth:`states_before` reads."""
         a = self.arguments
         with T.If(a["t"] == 0):
             with T.Then():
