@@ -94,8 +94,7 @@ class Place:
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
-    used = {*adjoint.needed, *kept.replay.given}
-    return tuple(n for n, leaf in adjoint.forward.states.items() if leaf in used)
+    return tuple(n for n, leaf in adjoint.forward.states.items() if leaf in {*adjoint.needed, *kept.replay.given})
 
 
 @dataclass(frozen=True)

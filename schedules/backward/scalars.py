@@ -120,10 +120,8 @@ BLOCKS = 6  # a multiprocessor
 
 def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
                 each: str) -> Component:
-    """A kernel for ``cores`` multiprocessors: statistics, where later groups may read earlier ones, then scalars.
-
-    With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
-    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
+    """A kernel for ``cores`` multiprocessors: statistics, where later groups may read earlier ones, then scalars. With
+    statistics a block has whole rows; else threads take some neighbouring units each. ``each``: as of a ``Job``."""
     words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
     kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
@@ -177,9 +175,8 @@ class _Units:
         return self.scalars.values(self.arguments, row, unit, self.within, known, wanted)
 
     def _vector(self, unit: Expr, e: int, i: int | None) -> Expr:
-        if i is None:
-            return T.cast(self.within(unit, e), "float32")
-        return self.arguments["vectors"][i * self.units + self.within(unit, e)]
+        at = self.within(unit, e)
+        return T.cast(at, "float32") if i is None else self.arguments["vectors"][i * self.units + at]
 
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
         self.scalars.store(self.arguments, row, unit, self.values(row, unit, found))
@@ -189,20 +186,15 @@ def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thr
     T.note("a CTA a row: statistics over its units, then what needs them")
     sums, found = RowSums(THREADS, thread, memory), Env()
 
-    def units(function: Callable[[Expr], None]) -> None:
+    def each(wanted: set[object], known: Env, function: Callable[[Env, Expr], None]) -> None:
         with T.strided("chunk", work.chunks, thread, THREADS) as chunk:
-            function(T.let("unit", chunk * work.span))
+            unit = T.let("unit", chunk * work.span)
+            for e, env in enumerate(work.values(row, unit, known, wanted)):
+                with T.when(unit + e < work.units):
+                    function(env, unit + e)
 
     for those in statistics:
-        wanted, known = {o for s in those for o in s.operands}, dict(found)
-
-        def each(function: Callable[[Env, Expr], None], wanted: set[object] = wanted, known: Env = known) -> None:
-            def visit(unit: Expr) -> None:
-                for e, env in enumerate(work.values(row, unit, known, wanted)):
-                    with T.when(unit + e < work.units):
-                        function(env, unit + e)
-
-            units(visit)
-
-        found |= sums.statistics(those, work.units, each)
-    units(lambda unit: work.store(row, unit, found))
+        wanted = {o for s in those for o in s.operands}
+        found |= sums.statistics(those, work.units, partial(each, wanted, dict(found)))
+    with T.strided("chunk", work.chunks, thread, THREADS) as chunk:
+        work.store(row, T.let("unit", chunk * work.span), found)

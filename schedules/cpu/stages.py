@@ -69,8 +69,7 @@ def plan(graph: StepGraph) -> StepPlan:
     kept: dict[int, list[Var]] = {p: [] for p in range(last + 1)}  # in the order of the workspace; any would do
     made = [product.var for phase in graph.phases for product in reversed(phase.products)]
     made += [a.var for phase in graph.phases for a in phase.assigns]
-    later = carried(graph)
-    multiplied = (operand for phase in graph.phases for operand in phase.operands if operand not in states)
+    later, multiplied = carried(graph), (o for phase in graph.phases for o in phase.operands if o not in states)
     for var in dict.fromkeys((*multiplied, *(v for v in made if v in later))):
         kept[max(0, level.get(var, 0))].append(var)  # of an adjoint also gradients of outputs, and what they determine
 
@@ -147,9 +146,8 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
         found.setdefault(alike, []).append(row)
     made, first = [], 0
     for members in found.values():
-        each = most or len(members)
-        for start in range(0, len(members), each):
-            made.append(Group(first, tuple(members[start:start + each])))
+        for start in range(0, len(members), most or len(members)):
+            made.append(Group(first, tuple(members[start:start + (most or len(members))])))
             first += len(members[0].terms)
     return made
 

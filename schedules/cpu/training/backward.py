@@ -269,8 +269,8 @@ class BackwardWorker(Worker):
         rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None
-        rows, columns = o.rows or rows, o.columns or columns
-        rows, columns, gate = rows // o.heads, columns // o.heads, rows * (columns // o.heads)
+        rows, columns = o.rows or rows, (o.columns or columns) // o.heads
+        rows, gate = rows // o.heads, rows * columns
         return Outer(self.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
 
     def epilogue(self) -> None:
@@ -293,9 +293,8 @@ class BackwardWorker(Worker):
         if not self.plans.adjoint.vectors:
             return
         with self.tasks("vectors", e.index(-(-s.hidden // s.lanes))) as task:
-            unit = e.let("unit", task * s.lanes)
-            valid = e.let("valid", e.index(s.hidden) - unit)
-            values: dict[Var, Expr] = {}
+            unit, values = e.let("unit", task * s.lanes), dict[Var, Expr]()
+            valid = e.let("valid", s.hidden - unit)
 
             def value(var: Var) -> Expr:
                 if var not in values:
