@@ -46,7 +46,6 @@ class Knobs:
 
     @classmethod
     def offered(cls, choices: Mapping[str, tuple[Value, ...]]) -> tuple[Knob, ...]:
-        """The knobs of these names, with these values."""
         declared = {name: vars(cls)[name] for name in choices}
         return tuple(Knob(name, choices[name], one.trades, one.before) for name, one in declared.items())
 

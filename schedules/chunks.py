@@ -134,7 +134,6 @@ class Uses:
     functions: Mapping[str, PrimFunc]
 
     def of(self, call: Call) -> set[str]:
-        """The buffers that one call uses."""
         found: set[str] = set()
         for one in every([call]):
             match one:

@@ -65,7 +65,6 @@ class Hoisted:
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Values of a unit in each plane."""
         if not self.packed:
             return (1,) * self.outputs
         return (WIDEST,) * (self.outputs // WIDEST) + tuple(n for n in (2, 1) if self.outputs % WIDEST & n)
@@ -124,7 +123,6 @@ class Hoisted:
         return found
 
     def values(self, loaded: Sequence[Expr], units: int = 1) -> list[list[Expr]]:
-        """The values of each unit, in float32."""
         return [[unpack_half(loaded[k], upper, self.dtype) if self.packed else loaded[k] for k, upper in own]
                 for own in self.order(units)]
 

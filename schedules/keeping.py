@@ -65,7 +65,6 @@ class Spot:
     count: int = 1
 
     def at(self, row: Expr, unit: Expr, hidden: int) -> Expr:
-        """The place of a unit in a row, int64."""
         first = row * (self.count * hidden) + unit
         return first + self.number * hidden if self.number else first
 

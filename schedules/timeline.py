@@ -114,7 +114,6 @@ class Timeline:
         self.traversal, self.arguments, self.steps, self.batch = traversal, arguments, steps, batch
 
     def at(self, t: Expr) -> Expr:
-        """The step of x and y that the loop is at."""
         return self.steps - 1 - t if self.traversal.reverse else t
 
     def limit(self, row: Expr) -> Expr:
@@ -148,7 +147,6 @@ class Timeline:
         return -1 if self.traversal.reverse else 1
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
-        """``value`` where ``live`` holds."""
         return value if live is None else T.let(name_of(value), T.Select(live, value, otherwise))
 
     def fresh(self, t: Expr, row: Expr, limit: Expr) -> Expr | None:

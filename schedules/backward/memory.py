@@ -50,8 +50,6 @@ Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a value of each row and unit."""
-
     columns: Columns
     dtype: str
 

@@ -166,7 +166,6 @@ class _Units:
         return ceil_div(self.units, self.span)  # chunks of ``span`` units in a row
 
     def within(self, unit: Expr, e: int) -> Expr:
-        """Unit ``unit`` + e, or the last one if that is beyond it."""
         return unit + e if self.units % self.span == 0 else T.min(unit + e, self.units - 1)
 
     def values(self, row: Expr, unit: Expr, found: Env, wanted: set[object] | None = None) -> list[Env]:

@@ -47,7 +47,6 @@ class Emitter:
         return self.let(f"{name}_64", self.tirx.Cast("int64", var))
 
     def pointer(self, name: str, dtype: str | None = None) -> TirBuffer:
-        """A parameter that points at ``dtype``, as a flat buffer."""
         dtype = dtype or self.real
         var = self.tirx.Var(name, self.ir.PointerType(self.ir.PrimType(dtype), "global"))
         self.parameters.append(var)
@@ -114,7 +113,6 @@ class Emitter:
         return self.tirx.const(value, dtype or self.real)
 
     def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
-        """A vector of equal lanes; a number becomes ``dtype``."""
         scalar = self.number(value, dtype) if isinstance(value, (int, float)) else value
         return self.tirx.Broadcast(scalar, self.lanes) if self.lanes > 1 else scalar
 
@@ -137,11 +135,9 @@ class Emitter:
         self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
 
     def vload(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        """Loads ``lanes`` elements from ``index`` on."""
         return self.tirx.BufferLoad(buffer, [self.ramp(index)])
 
     def vstore(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        """Stores ``lanes`` elements from ``index`` on."""
         self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
 
     def prefetch(self, buffer: TirBuffer, index: Expr | int) -> None:
@@ -155,7 +151,6 @@ class Emitter:
         return self.tirx.Ramp(first, self.index(1), self.lanes) if self.lanes > 1 else first
 
     def cast(self, dtype: str, value: Expr) -> Expr:
-        """A vector converted to lanes of ``dtype``."""
         return self.tirx.Cast(self.lanes_of(dtype), value)
 
     def lanes_of(self, dtype: str) -> str:
@@ -223,7 +218,6 @@ EXPONENTIAL = {
 
 
 def horner(e: Emitter, x: Expr, coefficients: Sequence[float]) -> Expr:
-    """A polynomial, highest power first."""
     highest, *others = map(e.splat, coefficients)
     return reduce(lambda total, c: e.fma(total, x, c), others, highest)
 

@@ -99,7 +99,6 @@ class Memory:
 
     @property
     def work(self) -> int:
-        """Multiply-adds of a row in a step, about."""
         products = (p for stage in (*self.plan.hoisted, *self.plan.steps) for p in stage.rows)
         hidden = self.shape.hidden
         multiplied = sum(self.depth(term) * (term.rows or hidden) for product in products for term in product.terms)

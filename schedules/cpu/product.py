@@ -63,8 +63,6 @@ TINY = 1e-30  # instead of dividing by zero in a row of zeros
 
 @dataclass(frozen=True)
 class Stored:
-    """How weights of a data type are stored."""
-
     group: int  # weights of a lane
     words: int  # that they take
     element: str  # how code sees a word

@@ -93,8 +93,6 @@ class LoopTask(TileTask):
 
 
 class ReadOutTask(TileTask):
-    """A tile of the pass; the last stage stores y."""
-
     o: ReadOutPass
 
     def compute(self) -> None:
@@ -157,7 +155,6 @@ class ReadOutSequence(Sequence):
 
 
 def sequence_with_read_out(task: Task, plan: StepPlan, shape: Shape) -> Program:
-    """The program of a task with what follows it."""
     assert task.after is not None
     graph = task.after.graph
     last = {*(p.var for p in graph.phases[-1].products), *(v for s in graph.phases[-1].statistics for v in s.made),

@@ -62,7 +62,6 @@ class StepPlan:
 
 
 def plan(graph: StepGraph) -> StepPlan:
-    """Sorts the graph's values into stages."""
     parts = (graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases))
     definition = {a.var: a.value for assigns in parts for a in assigns}
     level, states, last = levels(graph), set(graph.states.values()), len(graph.phases)

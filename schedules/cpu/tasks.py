@@ -163,7 +163,6 @@ class TileTask:
                 self.e.vstore(place.data, place.at(self.e, row) + self.unit, value)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
-        """The index of a hoisted value of a row of the chunk."""
         width = self.e.index(self.s.width)
         return (row * self.e.index(len(self.o.graph.hoisted_outputs)) + self.e.index(place)) * width + self.unit
 
@@ -216,7 +215,6 @@ class TileTask:
         return e.vload_part("caller", place.data, start, e.let("caller_valid", e.index(place.units) - self.unit))
 
     def total(self, var: Var) -> tuple[TirBuffer, Expr]:
-        """The buffer that a statistic is in, and its index there."""
         o = self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)
         return o.data[name], self.at_row * len(places) + places[var]
@@ -236,7 +234,6 @@ class TileTask:
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
 
     def x_leaf(self, offset: int) -> Expr:
-        """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
         row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - 1)
         start = e.let("x_at", row * self.o.x_stride + self.unit + offset)

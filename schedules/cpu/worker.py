@@ -42,7 +42,6 @@ class Worker(Memory):
         return self.data[name]
 
     def add(self, buffer: Buffer) -> None:
-        """A buffer that the function shares with its caller."""
         self.buffers.append(buffer)
         self.data[buffer.name] = self.e.pointer(buffer.name, buffer.dtype)
 

@@ -146,7 +146,6 @@ class _Units:
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
     def _slot(self, slot: Expr, piece: Piece) -> Expr:
-        """The pointer to this thread's piece in a slot."""
         assert self.ring is not None, "there are hoisted values"
         words = self.hoisted.words(self.count)
         return self.ring.ptr_to([(slot * words + piece.register) * self.threads + self.thread * piece.words])
@@ -183,7 +182,6 @@ class _Units:
             T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
 
     def _step(self, i: int, t: Expr) -> None:
-        """Emits step t, the i-th of its group."""
         graph, timeline = self.graph, self.timeline
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])

@@ -123,7 +123,6 @@ class GateThreads(ABC):
         return T.let(name, value)
 
     def begin(self) -> None:
-        """Computes or loads what is known before the first step."""
         graph, H = self.graph, self.task.workload.hidden
         for i in range(self.items):
             unit = T.let("at", T.min(self.unit[i], H - 1))
@@ -169,7 +168,6 @@ class GateThreads(ABC):
         return self.steps if self.limits is None else self.limits[i]
 
     def _live(self, i: int, t: Expr) -> Expr | None:
-        """True if item i's row takes part in step t; None: always."""
         if self.numbers is not None:
             return T.let("live", self.numbers[i, 0] >= 0)
         return self.timeline.live(t, self._limit(i))

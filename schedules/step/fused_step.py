@@ -150,7 +150,6 @@ class BlockProduct:
         return ((part * self.tile.rows + row) * len(self.rows) + gate) * self.tile.units + unit
 
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
-        """The finished products of a row and a unit of the block."""
         found = {}
         for g, source in enumerate(self.rows):
             parts = [self.memory[self._place(part, row, g, unit)] for part in range(self.tile.split)]
@@ -342,7 +341,6 @@ def _shared(task: Task, tile: Tile) -> int:
 
 
 def _turns(task: Task, tile: Tile) -> int:
-    """Tiles along K that a step goes through."""
     inputs = [columns_of(p, task.workload.hidden) for p in task.graph.phases] or [task.workload.hidden]
     return sum(ceil_div(columns, tile.depth) for columns in inputs)
 

@@ -42,8 +42,6 @@ class TileKnobs(Knobs):
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How a configuration cuts the products of a step."""
-
     knobs: TileKnobs
     hidden: int
     dtype: str
@@ -78,11 +76,9 @@ class TilePlan:
         return ceil_div(words(self.hidden, self.dtype), PAIR * self.stage_pairs) * self.stage_pairs
 
     def turns(self, p: int) -> int:
-        """Stages that a launch of phase p goes through."""
         return self.operands[p] * self.phase_pairs(p) // self.stage_pairs
 
     def own(self, p: int) -> int:
-        """Values of an operand of phase p that a unit multiplies."""
         return self.narrow[p][1] or self.hidden // self.heads[p]
 
     def blocks(self, p: int) -> int:
@@ -260,7 +256,6 @@ class TensorProduct:
             multiply_pair(acc, 0, [row.__getitem__ for row in left], right, plan.arithmetic, apart=True)
 
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
-        """The finished products of a row and a unit of the block."""
         found, stride = {}, self.plan.stride(self.p)
         for g, source in enumerate(self.rows):
             place = row * stride + g * self.plan.units + unit

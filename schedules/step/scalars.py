@@ -157,7 +157,6 @@ class StepScalars:
         return (self.wide(row) + number * w.batch) * w.hidden + unit
 
     def constants(self, unit: Expr) -> dict[Var, Expr]:
-        """Values that depend on parameters only."""
         H = self.task.workload.hidden
         return invariants(self.graph, vectors_at(self.graph.vectors, self.arguments["vectors"], H, unit), self.math)
 
@@ -244,7 +243,6 @@ class StepScalars:
             self._store_operands(0, row, unit, emit(liveness.before_first(self.graph), env, self.math), parity)
 
     def operand_base(self, p: int, parity: Expr) -> Expr:
-        """First element of phase p's operands."""
         return self.wide(parity) * (len(self.graph.phases[p].operands) * self.layout.size)
 
     def _store_operands(self, p: int, row: Expr, unit: Expr, env: dict[Var, Expr], parity: Expr) -> None:
@@ -274,7 +272,6 @@ class StepScalars:
             T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [at + o * w.hidden])
 
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
-        """Stores the last states, at the end."""
         a = self.arguments
         with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():

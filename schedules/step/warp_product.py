@@ -83,7 +83,6 @@ class StagedRows:
         ld_shared([into[slot, octet, i] for i in range(4)], self.words.ptr_to([self.first + at]))
 
     def clear(self, thread: Expr, threads: int) -> None:
-        """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
         behind = row - own
         with T.strided("item", self.rows * behind, thread, threads) as item:
@@ -160,7 +159,6 @@ class Share:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread, for sums and operands."""
         parts = 2 if self.arithmetic == "float32" else 1
         return 4 * (self.tiles * self.octets + self.slots * self.groups + self.operand_slots * self.octets
                     + (parts - 1) * (2 * self.tiles + self.octets))

@@ -61,7 +61,6 @@ class StepPlan:
 
     @property
     def staged(self) -> int:
-        """Words of x and the state in shared memory."""
         return sum(self.rows * staged_words(share.width, share.dtype) for share in self.shares if share.staged)
 
     @property
@@ -77,7 +76,6 @@ class StepPlan:
 
     @property
     def moved(self) -> float:
-        """Bytes that a block reads."""
         return sum(share.pairs * (share.weight_bytes + share.operand_bytes / self.cluster) for share in self.shares)
 
     def blocks(self, batch: int) -> int:

@@ -48,7 +48,6 @@ def training_program(task: Task, shape: Shape) -> Program:
 
 
 def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape, Shape]:
-    """Tiles of the parts of H units, and of the gradient of x."""
     work = task.workload
     chunk, none = max(1, CHUNK_ROWS // work.batch), {"none": Tile(1, 1, 1)}
 

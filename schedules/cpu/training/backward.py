@@ -30,8 +30,6 @@ from ecornn.schedules.keeping import Stored
 
 
 class DxTask(TileTask):
-    """A tile of dx, stored in the caller's rows."""
-
     o: DxPass
 
     def compute(self) -> None:
@@ -182,7 +180,6 @@ class BackwardWorker(Worker):
         return found | {s.value for s in self.summed}
 
     def row_place(self, name: str, width: int) -> Place:
-        """A new workspace for rows of a chunk."""
         return Place(self.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK)), width)
 
     # -- control --------------------------------------------------------------------------------
@@ -225,7 +222,6 @@ class BackwardWorker(Worker):
         return bool(self.outer_products) and not any(data.same_as(c) for data in summed for c in copied)
 
     def no_dx(self, low: Expr, rows: Expr) -> None:
-        """Writes zeros to dx, where the cell does not read x."""
         e, length = self.e, self.shape.input
         with self.tasks("no_dx", rows) as row:
             start = e.let("start", (low * self.batch + row) * self.stride)
@@ -251,7 +247,6 @@ class BackwardWorker(Worker):
                 e.vstore_part(f"{var.name}_part", dx, at, value, valid)
 
     def add_up(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
-        """Adds ``sums`` over ``rows`` rows to the totals."""
         e, lanes, width = self.e, self.shape.lanes, self.shape.width
         for s in sums:
             place, totals = places[s.value], self.data["totals"]

@@ -60,7 +60,6 @@ class Backward:
 
 
 def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
-    """Sorts an adjoint into parts."""
     recurrence, inputs = adjoint.recurrence, adjoint.inputs
     wanted = [*recurrence.outputs, *(s.value for s in recurrence.sums)]
     wanted += [v for o in recurrence.outer_products for v in (o.value, o.operand)]
@@ -309,7 +308,6 @@ class OuterProducts:
                         e.vstore(p.data, into + at, e.vload(p.source.data, source + at))
 
     def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
-        """A task: some tiles of j of a panel of k."""
         e, blocks = self.worker.e, -(-values.count // TOGETHER)
         each = -(-values.count // blocks)
         panel = e.let("k_panel", e.mod(task, operands.count))
