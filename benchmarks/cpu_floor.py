@@ -4,7 +4,7 @@
     python benchmarks/cpu_floor.py --loops --output benchmarks/results/cpu_loops.json
 
 Measured: GFLOP/s of vector multiply-adds in registers, alone and with as many vector additions beside them
-(:mod:`ecornn.schedules.cpu.paired` lives on that); and GB/s of reading again and again what each thread has of a
+(:mod:`ecornn.schedules.cpu.product` lives on that); and GB/s of reading again and again what each thread has of a
 layer's recurrent weights, by a loop that does nothing else with them than a multiply-add. The floor of a layer is the
 products W x of all steps at the peak of the multiply-adds, and each step's weights at that rate: no pointwise part, no
 barrier, no latency. With results of grids/cpu.toml (--rows), also where ecornn and the faster peer stand, and the ratio
@@ -13,7 +13,7 @@ to the peer that the floor would be.
 --loops: the hot loops of layers, instructions from the disassembly, and the share of the peak of multiply-adds that is
 reached, on one thread and on all. A loop's own share is that of its vector operations that are multiply-adds, where one
 vector multiply-add a cycle is the limit (AVX-512 on Zen 4); the rest of the difference is what waits for memory,
-barriers and the pointwise part. Loops of pairs (schedules/cpu/paired.py) have as many additions as multiply-adds, in
+barriers and the pointwise part. Loops of pairs (schedules/cpu/product.py) have as many additions as multiply-adds, in
 other units, and two thirds or three quarters of the multiply-adds; beside each is the loop of rows not fit for pairs.
 """
 

@@ -30,8 +30,7 @@ def revisions() -> dict[str, int]:
 
 
 def generation() -> int:
-    """How much the schedules serve by now, which records state: what came after a record was no choice of its search.
-    """
+    """How much the schedules serve by now, as records state: what came after a record was no choice of its search."""
     return max(schedule.latest for schedule in all_schedules().values())
 
 

@@ -63,7 +63,6 @@ def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
 
 
 def vector_buffer(task: Task) -> Buffer:
-    """The buffer ``vectors``."""
     size = max(1, len(task.graph.vectors)), task.workload.hidden
     sources = tuple(v.source for v in task.graph.vectors)
     packing = Packing(sources or (("", 0),), size, size, (0, 1), "float32")

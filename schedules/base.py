@@ -1,7 +1,7 @@
 """A schedule: a template with declared knobs.
 
-A schedule says which workloads it serves, declares its knobs, checks a configuration's resources
-before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`."""
+A schedule says which workloads it serves, declares its knobs, checks a configuration's resources before anything is
+built, and turns a configuration into a :class:`~ecornn.program.Program`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,14 @@ class Knob:
 
 
 class Knobs:
-    """A configuration with a type for each knob, which a subclass declares as ``name: int = knob(...)``.
-
-    A knob is looked up when it is first read and not before: a search learns from those that ``check`` reads which
-    others need not be tried (ecornn/tune/space.py)."""
+    """A configuration with a type for each knob, which a subclass declares as ``name: int = knob(...)``. A knob is
+    looked up when it is first read: a search learns from those that ``check`` reads which others need not be tried."""
 
     def __init__(self, values: Config) -> None:
         self.values = values
 
     @classmethod
     def offered(cls, choices: Mapping[str, tuple[Value, ...]]) -> tuple[Knob, ...]:
-        """The knobs of these names, with these values."""
         declared = {name: vars(cls)[name] for name in choices}
         return tuple(Knob(name, choices[name], one.trades, one.before) for name, one in declared.items())
 
@@ -67,12 +64,8 @@ class _Declared:
 
 
 def knob(trades: str, *, before: Value | None = None, absent: Value | None = None) -> Any:
-    """Declares a knob of a :class:`Knobs`.
-
-    Parameters
-    ----------
-    trades, before : as of a :class:`Knob`
-    absent : the value for a task that does not offer the knob"""
+    """Declares a knob of a :class:`Knobs`; ``trades`` and ``before`` as of a :class:`Knob`; ``absent``: the value for a
+    task that does not offer it."""
     return _Declared(trades, before, absent)
 
 
@@ -132,7 +125,6 @@ class Component:
 
 
 def joined(*components: Component) -> Component:
-    """The components one after the other."""
     return Component({name: function for one in components for name, function in one.functions.items()},
                      tuple(b for one in components for b in one.buffers),
                      tuple(call for one in components for call in one.calls))
@@ -160,9 +152,8 @@ class Schedule(ABC, Generic[Plan]):
     takes; everything but ``check`` is asked of a plan, which is made once."""
 
     name: str  # the schedule's name in records and on the command line
-    # raised when records no longer say how a configuration does: it has come to mean something else, or its code has
-    # become slower. Records of another revision are stale. Code that has only become faster keeps it; `ecornn log
-    # verify` tells by how much
+    # raised when records, which are stale then, no longer say how a configuration does: it has come to mean something
+    # else, or its code has become slower. Code that has only become faster keeps it (`ecornn log verify` says how much)
     revision: int
     kind: str  # ``cuda`` or ``llvm``
     weights: tuple[str, ...] = ()  # data types that weights may be rounded to, besides that of the layer
@@ -252,8 +243,7 @@ class Schedule(ABC, Generic[Plan]):
 
     def recurrence(self, task: Task, plan: Plan) -> Component:
         """The recurrence of an adjoint, which only schedules with ``backward`` are asked for: from ``hoisted``, as
-        :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
-        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`."""
+        ``hoisted_of`` lays it out, to ``outputs``; around it come ``recurrence_buffers`` of backward/assemble.py."""
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
     def together(self, task: Task, plan: Plan) -> int:
@@ -313,5 +303,4 @@ def no_room(device: Device, shared: int, threads: int, registers: int) -> str | 
 
 
 def config_text(config: Config) -> str:
-    """A configuration on one line."""
-    return " ".join(f"{k}={v}" for k, v in config.items())
+    return " ".join(f"{k}={v}" for k, v in config.items())  # a configuration on one line

@@ -70,7 +70,6 @@ class Builder:
                 yield
 
     def let(self, name: str, value: Expr) -> Var:
-        """A variable that is bound to ``value``."""
         return self.named(name, self._tvm.Bind(value))
 
     def local(self, name: str, shape: Sequence[int], dtype: str) -> TirBuffer:
@@ -106,7 +105,6 @@ class Builder:
 
     @contextmanager
     def serial(self, name: str, start: Expr | int, stop: Expr | int) -> Iterator[Var]:
-        """A loop over ``start`` to ``stop`` - 1."""
         with self._tvm.serial(start, stop) as var:
             yield self.named(name, var)
 
@@ -129,7 +127,6 @@ class Builder:
 
     @contextmanager
     def unroll(self, name: str, count: int) -> Iterator[Var]:
-        """An unrolled loop over ``count`` values."""
         with self._tvm.unroll(count) as var:
             yield self.named(name, var)
 

@@ -28,12 +28,8 @@ PART, LEAST_FOR_PART, BACKWARD_FOR_PART = 0.1, 96, 60_000
 
 
 def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = None) -> int | None:
-    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut.
-
-    Parameters
-    ----------
-    buffers : of the calls without chunks
-    expected : nanoseconds of a step of backward's recurrence; None: of forward"""
+    """Steps of a chunk, whole pieces of 16 bytes of any type; None where a sequence is not cut. ``buffers``: of the
+    calls without chunks; ``expected``: nanoseconds of a step of backward's recurrence, None: of forward."""
     seq, keep = task.workload.seq, task.traversal.keep or "gates"
     step = sum(b.extent.per_step * b.itemsize for b in _workspaces(buffers))
     if not may_be_cut(task) or step * seq <= ROOM:
@@ -104,11 +100,8 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
 def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
     """The calls of ``part``, whose workspaces take less memory: one may be that of others which no call uses any more
     when the first one uses it. That call writes all of it that is read later; of workspaces ``apart``, and of those
-    that calls of chunks of time and others use, that is not so, or nobody knows.
-
-    Parameters
-    ----------
-    steps : for which workspaces are matched; they are large enough for any"""
+    that calls of chunks of time and others use, that is not so, or nobody knows. ``steps``: those for which workspaces
+    are matched, which are large enough for any."""
     chunks = [call for call in part.calls if isinstance(call, Chunks)]
     levels = [tuple(call for call in part.calls if call not in chunks), *(call.calls for call in chunks)]
     uses = Uses(part.functions)
@@ -141,7 +134,6 @@ class Uses:
     functions: Mapping[str, PrimFunc]
 
     def of(self, call: Call) -> set[str]:
-        """The buffers that one call uses."""
         found: set[str] = set()
         for one in every([call]):
             match one:

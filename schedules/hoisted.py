@@ -40,8 +40,7 @@ class Piece:
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""
-        places = [(*index, self.register + k) for k in range(self.words)]
-        return [registers[place] for place in places]
+        return [registers[(*index, self.register + k)] for k in range(self.words)]
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,18 @@ class Hoisted:
 
     @property
     def packed(self) -> bool:
-        """True if values have 16 bits."""
-        return self.dtype != "float32"
+        return self.dtype != "float32"  # true if values have 16 bits
 
     @property
     def units(self) -> int:
-        """Units of a row, padded."""
-        return ceil_div(self.hidden, SECTOR) * SECTOR if self.packed else self.hidden
+        return ceil_div(self.hidden, SECTOR) * SECTOR if self.packed else self.hidden  # units of a row, padded
 
     @property
     def row(self) -> int:
-        """Values of a row."""
-        return self.outputs * self.units
+        return self.outputs * self.units  # values of a row
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Values of a unit in each plane."""
         if not self.packed:
             return (1,) * self.outputs
         return (WIDEST,) * (self.outputs // WIDEST) + tuple(n for n in (2, 1) if self.outputs % WIDEST & n)
@@ -89,21 +84,18 @@ class Hoisted:
         return tuple(found)
 
     def words(self, units: int = 1) -> int:
-        """Registers for the values of so many units."""
-        return sum(p.words for p in self.pieces(units))
+        return sum(p.words for p in self.pieces(units))  # registers for the values of so many units
 
     def registers(self, *shape: int, units: int = 1, name: str = "inputs") -> TirBuffer:
         """An array of ``shape``, and on its last axis :meth:`words`, for what is loaded of so many units."""
         return T.local(name, (*shape, max(1, self.words(units))), "uint32" if self.packed else "float32")
 
     def buffer(self, batch: int) -> Buffer:
-        """The workspace ``hoisted``."""
         return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
 
     def laid(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), of their own type; NaN where none lies."""
-        memory = np.full((len(values), self.row), np.nan, values.dtype)
-        first, q = 0, 0
+        memory, first, q = np.full((len(values), self.row), np.nan, values.dtype), 0, 0
         for count in self.planes:
             for n in range(count):
                 memory[:, first + n:first + count * self.hidden:count] = values[:, q + n]
@@ -131,7 +123,6 @@ class Hoisted:
         return found
 
     def values(self, loaded: Sequence[Expr], units: int = 1) -> list[list[Expr]]:
-        """The values of each unit, in float32."""
         return [[unpack_half(loaded[k], upper, self.dtype) if self.packed else loaded[k] for k, upper in own]
                 for own in self.order(units)]
 
@@ -161,15 +152,12 @@ def hoisted_knob() -> Any:
 
 
 def hoisted_choices(task: Task) -> tuple[str, ...]:
-    """The values of the knob ``hoisted`` for a task."""
-    choice = task.workload.dtype != "float32" and task.graph.hoisted_outputs
-    return ("float32", "same") if choice else ("float32",)
+    return ("float32", "same") if task.workload.dtype != "float32" and task.graph.hoisted_outputs else ("float32",)
 
 
 def saved(task: Task) -> float:
-    """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much.
-
-    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by."""
+    """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much. Of 18
+    layers on an H100 steps were a nanosecond shorter for each 670 to 6400 bytes."""
     w, outputs = task.workload, len(task.graph.hoisted_outputs)
     if w.dtype == "float32" or (outputs == 1 and task.graph.phases):
         return 0.0

@@ -4,7 +4,7 @@ long they are, how their values are stored, and which of forward's values lie as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -65,7 +65,6 @@ class Spot:
     count: int = 1
 
     def at(self, row: Expr, unit: Expr, hidden: int) -> Expr:
-        """The place of a unit in a row, int64."""
         first = row * (self.count * hidden) + unit
         return first + self.number * hidden if self.number else first
 
@@ -83,14 +82,16 @@ class Stored:
         return bool(self.states or self.values)
 
     def buffers(self, batch: int, hidden: int, dtype: str) -> list[Buffer]:
-        """The buffers: :func:`kept_buffers` and :func:`value_buffers`, but one for values that lie ``together``."""
-        row = batch * self.together * hidden
-        values = structs.replace(Buffer.of(VALUES, dtype, "0"), name=VALUES, extent=Extent(0, row))
-        return [*kept_buffers(self.states, batch, hidden, dtype), *[values] * bool(self.together),
-                *value_buffers(len(self.values), batch, hidden, dtype)[self.together:]]
+        """The buffers: ``<state>_kept`` (T, B, H), at a step's place in x's time, 0 where a row is out;
+        ``values_kept``, if values lie together; and ``value<number>_kept`` (T, B, H) of the others."""
+        def made(tensor: str, of: str, name: str, count: int = 1) -> Buffer:
+            return structs.replace(Buffer.of(tensor, dtype, of), name=name, extent=Extent(0, batch * count * hidden))
+
+        return [*(made("state_kept", s, f"{s}_kept") for s in self.states),
+                *[made(VALUES, "0", VALUES, self.together)] * bool(self.together),
+                *(made("value_kept", str(n), f"value{n}_kept") for n in range(self.together, len(self.values)))]
 
     def arguments(self, dtype: str) -> dict[str, TirBuffer]:
-        """The parameters of a kernel that stores them."""
         return {b.name: T.pointer(b.name, dtype) for b in self.buffers(1, 1, dtype)}
 
     def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[Spot, Value]:
@@ -99,8 +100,7 @@ class Stored:
                 **{self.spot(n): env[v] for n, v in enumerate(self.values)}}
 
     def spot(self, number: int) -> Spot:
-        """The spot of the value of this number."""
-        return spot(number, self.together)
+        return spot(number, self.together)  # the spot of the value of this number
 
 
 NOTHING = Stored()
@@ -128,18 +128,6 @@ def usual_keep(task: Task, count: int) -> str:
     made = adjoint(task.graph, work.hidden, starts_anew=task.traversal.resets)
     size = count * kept(made, "gates").units * work.itemsize * work.seq * work.batch * work.hidden
     return "gates" if size <= MOST else "states"
-
-
-def kept_buffers(states: Iterable[str], batch: int, hidden: int, dtype: str) -> list[Buffer]:
-    """The buffers of kept states, ``<state>_kept`` (T, B, H): at a step's place in x's time, 0 where a row is out."""
-    return [structs.replace(Buffer.of("state_kept", dtype, name), extent=Extent(0, batch * hidden)) for name in states]
-
-
-def value_buffers(count: int, batch: int, hidden: int, dtype: str) -> list[Buffer]:
-    """The buffers of kept values other than states, ``value<number>_kept``, in the same way."""
-    extent = Extent(0, batch * hidden)
-    return [structs.replace(Buffer.of("value_kept", dtype, str(n)), name=f"value{n}_kept", extent=extent)
-            for n in range(count)]
 
 
 def keeping(kernel: str, kept: Stored) -> str:

@@ -126,8 +126,8 @@ def cpu_rates(device: Device) -> CPURates:
     return next((row for family, row in CPUS.items() if device.arch.startswith(family)), PLAIN_CORE)
 
 
-# Steps of a call up to which schedules of whole sequences save on what comes before the first one. That is 19 of 30 µs
-# of LSTM 1024 B=16 with 8 steps, half of 16 steps, and of 100 an eighth: code of longer calls stays what records timed
+# Steps of a call up to which schedules of whole sequences save on what comes before the first one: 19 of 30 µs of LSTM
+# 1024 B=16 with 8 steps, half of 16 steps, and of 100 an eighth: code of longer calls stays what records timed
 SHORT = 16
 OTHERS = 18_000  # nanoseconds of an H100's calls (benchmarks/results/h100_few_steps.txt) of several launches
 

@@ -46,7 +46,6 @@ class SequenceKernel:
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of its steps."""
         return Timeline(self.task.traversal, self.arguments, self.steps, self.batch)
 
 

@@ -62,9 +62,8 @@ _BLOCKS, _THREADS = 64, 256
 
 
 def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
-    """``remaining``: a kernel, the workspace (T, B) that it fills, and its launch.
-
-    ``remaining[t, b]`` is ``lengths[b] - t``, for a chunk that starts at step t: below zero where a row has ended."""
+    """``remaining``: a kernel, the workspace (T, B) that it fills, and its launch: ``lengths[b] - t``, for a chunk that
+    starts at step t; below zero where a row has ended."""
     with T.kernel("remaining") as made:
         steps, rows = T.arg("T", T.int32()), T.arg("B", T.int32())
         lengths, remaining = (T.pointer(name, "int32") for name in ("lengths", "remaining"))
@@ -81,10 +80,8 @@ def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
 
 def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool) -> tuple[PrimFunc, Launch]:
     """A kernel, and its launch, that clears a state (B, H), the parameter ``state``, where a sequence starts behind the
-    last step of a chunk of time, or before the first one.
-
-    It is for what a chunk of a layer that goes backwards leaves, or of its adjoint: their ``resets`` lie between the
-    steps of one chunk, and such a border is in none."""
+    last step of a chunk of time, or before the first one: for what a chunk of a layer that goes backwards leaves, or of
+    its adjoint, whose ``resets`` lie between the steps of one chunk: such a border is in none."""
     name = "cleared_behind" if behind else "cleared_before"
     with T.kernel(name) as made:
         steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))
@@ -117,7 +114,6 @@ class Timeline:
         self.traversal, self.arguments, self.steps, self.batch = traversal, arguments, steps, batch
 
     def at(self, t: Expr) -> Expr:
-        """The step of x and y that the loop is at."""
         return self.steps - 1 - t if self.traversal.reverse else t
 
     def limit(self, row: Expr) -> Expr:
@@ -151,7 +147,6 @@ class Timeline:
         return -1 if self.traversal.reverse else 1
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
-        """``value`` where ``live`` holds."""
         return value if live is None else T.let(name_of(value), T.Select(live, value, otherwise))
 
     def fresh(self, t: Expr, row: Expr, limit: Expr) -> Expr | None:

@@ -117,9 +117,8 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
 
 
 def _tensors(task: Task) -> list[Buffer]:
-    """The tensors of the entry."""
-    graph = task.graph
-    return tensor_buffers(ENTRIES[BACKWARD], task.traversal, task.workload.dtype, graph.states, graph.parameters)
+    return tensor_buffers(ENTRIES[BACKWARD], task.traversal, task.workload.dtype, task.graph.states,
+                          task.graph.parameters)
 
 
 def _names(task: Task) -> dict[str, str]:
@@ -132,14 +131,16 @@ def _names(task: Task) -> dict[str, str]:
 
 def _named(part: Component, names: Mapping[str, str], everything: bool = True) -> Component:
     """The component with other names of buffers; ``everything``: those not in ``names`` get a prefix, functions too."""
+    prefix = OWN if everything else ""
+
     def of(name: str) -> str:
-        return names.get(name, OWN + name if everything else name)
+        return names.get(name, prefix + name)
 
     def leaf(one: Leaf) -> Leaf:
         parameters = (p.name for p in part.functions[one.function].params)
         given = {p: of(one.names.get(p, p)) for p in parameters if p not in SCALARS}
-        return replace(one, function=OWN + one.function if everything else one.function, names=given)
+        return replace(one, function=prefix + one.function, names=given)
 
-    functions: dict[str, PrimFunc] = {OWN + n if everything else n: f for n, f in part.functions.items()}
+    functions: dict[str, PrimFunc] = {prefix + n: f for n, f in part.functions.items()}
     return Component(functions, tuple(structs.replace(b, name=of(b.name)) for b in part.buffers),
                      tuple(mapped(call, leaf, of) for call in part.calls))

@@ -1,7 +1,7 @@
 """The scalar operators that a cell may use, a row each, which has all that is known of an operator.
 
 Schedules write an operator as TVM does, unless they have something better under its key: CUDA functions in
-``schedules/cuda/isa/functions.py``, vector functions for CPUs in ``schedules/cpu/math.py``.
+``schedules/cuda/isa/functions.py``, vector functions for CPUs in ``schedules/cpu/emit.py``.
 
 A derivative takes an expression, variables or constants for its operands, and one for its result. Where there is none
 they agree with PyTorch: that of ``|x|`` is 0 at 0; that of a bound is 1 where it is met (``torch.clamp``), but that of

@@ -21,17 +21,8 @@ from ecornn.analysis.heads import most_heads
 from ecornn.analysis.kept import Kept
 from ecornn.program import KEPT, WORKSPACE, Buffer, Extent, Launch, Program, launches
 from ecornn.schedules.assemble import call_buffers, vector_buffer
+from ecornn.schedules.backward import passes
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed, gathered, materialized, replayed
-from ecornn.schedules.backward.passes import (
-    Item,
-    RowPass,
-    Wanted,
-    input_gradients,
-    items_of,
-    made_of_inputs,
-    places_of_inputs,
-    unique_invariants,
-)
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.builder import Expr, T
@@ -50,7 +41,6 @@ def recurrence_graph(adjoint: Adjoint) -> StepGraph:
 
 
 def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
-    """The recurrence of ``adjoint``, of the step of ``layer``."""
     traversal = structs.replace(layer.traversal, reverse=not layer.traversal.reverse, directions=1, backward=True)
     return replace(layer, workload=layer.workload.adjoint, graph=recurrence_graph(adjoint), traversal=traversal)
 
@@ -108,11 +98,11 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0
     own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
-    multiplied = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    of_x = joined(input_gradients(memory, add_dx, dx), step_sums(memory, chunked),
+    multiplied = memory.leaves() | memory.outputs() | replayed(memory) | passes.places_of_inputs(memory)
+    of_x = joined(passes.input_gradients(memory, add_dx, dx), step_sums(memory, chunked),
                   vector_gradients(memory, add) if at_once else Component())
     of_weights = weight_gradients(memory, multiplied, add)
-    alone = any(space.variables for space in made_of_inputs(memory))  # what the one makes, the other reads
+    alone = any(space.variables for space in passes.made_of_inputs(memory))  # what the one makes, the other reads
     after = joined(of_x, of_weights) if alone else beside(of_x, of_weights)
     before, serial = [align(task), *gathered(memory, chunked)], joined(replay(memory, layout), recurrence)
     read = {one.names.get(p.name, p.name) for one in launches(serial.calls)
@@ -132,13 +122,13 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     """``hoisted``, as ``layout`` says, from x, ``before_<state>``, states after each step, dy and the weights; and
     ``replayed``, what else a later pass reads of the forward step."""
     graph, forward = memory.adjoint.recurrence, memory.kept.replay
-    items: list[Item] = [*items_of(forward), *(i for i in (graph.hoisted, graph.hoisted_statistics, graph.normalized)
-                                               if i)]
+    own: tuple[passes.Item, ...] = graph.hoisted, graph.hoisted_statistics, graph.normalized
+    items = [*passes.items_of(forward), *filter(None, own)]
     multiplied, read = materialized(memory)
-    passes = RowPass(memory.task, memory.forward, memory.x, "replay", memory.leaves(),
-                     unique_invariants(memory.forward, graph))
+    rows = passes.RowPass(memory.task, memory.forward, memory.x, "replay", memory.leaves(),
+                          passes.unique_invariants(memory.forward, graph))
     stores = tuple((v, p) for space in (multiplied, read) for v, p in space.places().items())
-    made = passes.component(items, Wanted(stores, graph.hoisted_outputs, layout))
+    made = rows.component(items, passes.Wanted(stores, graph.hoisted_outputs, layout))
     batch = memory.task.workload.batch
     hoisted = (layout.buffer(batch),) if graph.hoisted_outputs else ()
     spaces = (*hoisted, *multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS))
@@ -150,9 +140,9 @@ def state_gradients(memory: Memory) -> Component:
     back, H = memory.adjoint, memory.task.workload.hidden
     summed = finish_summed(memory)
     stores = [(back.gradients[n], Place(Columns(f"d_{n}_in", H, H), memory.dtype)) for n in back.forward.states]
-    passes = RowPass(memory.task, memory.forward, memory.x, "finish", memory.last(),
-                     unique_invariants(back.forward, back.finish), each=memory.each_state)
-    made = passes.component(items_of(back.finish), Wanted((*stores, *summed.places().items())))
+    rows = passes.RowPass(memory.task, memory.forward, memory.x, "finish", memory.last(),
+                          passes.unique_invariants(back.forward, back.finish), each=memory.each_state)
+    made = rows.component(passes.items_of(back.finish), passes.Wanted((*stores, *summed.places().items())))
     if not summed.variables:  # else vectors need them
         made = _left_out(made, [p.columns.name for _, p in stores])
     return joined(Component(buffers=summed.buffers(memory.task.workload.batch, memory.each_state)), made)

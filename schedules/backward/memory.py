@@ -50,8 +50,6 @@ Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a value of each row and unit."""
-
     columns: Columns
     dtype: str
 
@@ -89,27 +87,22 @@ class Place:
         first = buffer.ptr_to([columns.place(row, unit)])
         if self.dtype == "float32":
             st_global(first, values, "f32")
-            return
-        st_global(first, pack(values, self.dtype))
+        else:
+            st_global(first, pack(values, self.dtype))
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
-    """States whose values before each step are read."""
-    used = {*adjoint.needed, *kept.replay.given}
-    return tuple(n for n, leaf in adjoint.forward.states.items() if leaf in used)
+    return tuple(n for n, leaf in adjoint.forward.states.items() if leaf in {*adjoint.needed, *kept.replay.given})
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one backward pass."""
-
     task: Task
     adjoint: Adjoint
     kept: Kept
 
     @property
     def forward(self) -> StepGraph:
-        """The step of the layer."""
         return self.adjoint.forward
 
     @property
@@ -118,8 +111,7 @@ class Memory:
 
     @property
     def each_state(self) -> str:
-        """The kind of rows that states have, of :func:`rows_of_states`."""
-        return rows_of_states(self.task.traversal)
+        return rows_of_states(self.task.traversal)  # the kind of rows that states have, of :func:`rows_of_states`
 
     def y(self, name: str, output: int = 0) -> Columns:
         """y, or its gradient; of several outputs the one of that number."""
@@ -128,24 +120,20 @@ class Memory:
         return Columns(name, H, traversal.y_width(own), traversal.y_offset(own) + output * H)
 
     def after(self, state: str) -> Columns:
-        """A state after each step."""
         H = self.task.workload.hidden
         return self.y("y") if state == self.adjoint.forward.output else Columns(f"{state}_kept", H, H)
 
     def before(self, state: str) -> Columns:
-        """A state before each step."""
         H = self.task.workload.hidden
         return Columns(f"before_{state}", H, whole_chunks(H, self.task.workload.itemsize))
 
     @property
     def outputs_row(self) -> int:
-        """Values from one row of ``outputs`` to the next."""
-        return outputs_row(self.task, self.adjoint)
+        return outputs_row(self.task, self.adjoint)  # values from one row of ``outputs`` to the next
 
     @property
     def x(self) -> Columns:
-        """The columns from which products and steps read x."""
-        return x_of(self.task)
+        return x_of(self.task)  # the columns from which products and steps read x
 
     def inputs(self, name: str, dtype: str) -> dict[Var, Place]:
         """The cell's inputs in the rows of x, or of dx."""
@@ -168,13 +156,11 @@ class Memory:
         return found | {v: Place(self.y("dy", n), self.dtype) for n, v in enumerate(self.adjoint.dys)}
 
     def outputs(self) -> dict[Var, Place]:
-        """The places of the values that the recurrence writes."""
         H, row, raised = self.task.workload.hidden, self.outputs_row, self.task.workload.arithmetic == "tf32"
         return {v: Place(Columns("outputs", H, row, o * H, raised), self.dtype)
                 for o, v in enumerate(written(self.adjoint))}
 
     def last(self) -> dict[Var, Place]:
-        """The places of the states that the recurrence leaves at the end; rows are those of :func:`rows_of_states`."""
         H, graph = self.task.workload.hidden, self.adjoint.recurrence
         return {v: Place(Columns(f"last_{n}", H, H), self.dtype) for n, v in graph.states.items()}
 
@@ -194,7 +180,6 @@ class Workspaces:
         self.variables += [v for v in dict.fromkeys(variables) if not any(v.same_as(o) for o in self.variables)]
 
     def places(self) -> dict[Any, Place]:
-        """The places of all variables."""
         stride = len(self.variables) * self.units
         return {v: Place(Columns(self.name, self.units, stride, n * self.units), self.dtype)
                 for n, v in enumerate(self.variables)}
@@ -249,17 +234,15 @@ BLOCKS = 8  # a multiprocessor
 def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
     """``before_<state>`` of each state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
     ``chunked``: of a chunk, whose neighbours lie around it."""
-    return [_gather(memory, state, chunked) for state in read_before(memory.adjoint, memory.kept)]
-
-
-def _gather(memory: Memory, state: str, chunked: bool) -> Component:
-    w, after, before = memory.task.workload, memory.after(state), memory.before(state)
-    blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
-    function = "gather_y" if of_y else "gather"
-    names = {"after": after.name, "before": before.name, "first": f"{state}_in"}
-    return Component({function: _kernel(memory.task, function, after, before.stride, blocks, chunked)},
-                     (Buffer(before.name, WORKSPACE, w.dtype, Extent(0, w.batch * before.stride)),),
-                     (Launch(function, blocks, THREADS, names=names),))
+    w, blocks, found = memory.task.workload, BLOCKS * memory.task.device.cores, []
+    for state in read_before(memory.adjoint, memory.kept):
+        after, before = memory.after(state), memory.before(state)
+        function = "gather_y" if after.name == "y" else "gather"
+        names = {"after": after.name, "before": before.name, "first": f"{state}_in"}
+        found.append(Component({function: _kernel(memory.task, function, after, before.stride, blocks, chunked)},
+                               (Buffer(before.name, WORKSPACE, w.dtype, Extent(0, w.batch * before.stride)),),
+                               (Launch(function, blocks, THREADS, names=names),)))
+    return found
 
 
 def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, chunked: bool) -> PrimFunc:

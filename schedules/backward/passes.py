@@ -34,7 +34,6 @@ Item = tuple[Product, ...] | tuple[Statistic, ...] | tuple[Assign, ...]
 
 
 def items_of(graph: StepGraph) -> list[Item]:
-    """The products, statistics and assignments of a pass over all rows, in order."""
     found: list[Item] = [graph.hoisted_products, graph.hoisted, graph.hoisted_statistics, graph.normalized,
                          graph.prologue]
     for phase in graph.phases:
@@ -52,13 +51,11 @@ class _Stage:
 
     @property
     def made(self) -> dict[Var, None]:
-        """The variables that it makes, in order."""
         return dict.fromkeys((*(p.var for p in self.products), *(a.var for a in self.assigns),
                               *(v for those in self.statistics for s in those for v in s.made)))
 
     @property
     def operands(self) -> list[Var]:
-        """The values that are multiplied, but for x."""
         return [t.operand for p in self.products for t in p.terms if t.operand is not None]
 
     @property
@@ -69,13 +66,10 @@ class _Stage:
     def reads(self, wanted: set[Var]) -> set[Var]:
         """Drops what ``wanted`` does not need; returns the variables that are read of earlier stages and of memory."""
         self.statistics = [kept for those in self.statistics if (kept := tuple(
-            s for s in those if self._read(wanted).intersection(s.made)))]
+            s for s in those if needed(self.assigns, self._wanted(wanted))[1].intersection(s.made)))]
         self.assigns, read = needed(self.assigns, self._wanted(wanted))
         self.products = tuple(p for p in self.products if p.var in read)
         return {*read, *self.operands} - self.made.keys()
-
-    def _read(self, wanted: set[Var]) -> set[Var]:
-        return needed(self.assigns, self._wanted(wanted))[1]
 
     def _wanted(self, wanted: set[Var]) -> set[Var]:
         return wanted | {o for those in self.statistics for s in those for o in s.operands}
@@ -98,8 +92,6 @@ class Wanted:
 
 @dataclass(frozen=True)
 class RowPass:
-    """A pass over all rows."""
-
     task: Task
     forward: StepGraph  # the step whose parameter vectors it reads
     x: Columns  # the columns that it reads as x
@@ -112,7 +104,6 @@ class RowPass:
     units: int | None = None  # of the last product, where these are not hidden units
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
-        """The kernels and workspaces of the pass."""
         stages = self._stages(items)
         after = set(wanted.variables)
         for stage in reversed(stages):
@@ -176,12 +167,13 @@ class RowPass:
         return over_rows(job, Pointwise(scalars, products, span))
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
-        w, device = self.task.workload, self.task.device
+        w = self.task.workload
         columns = {v: p.columns for v, p in operands.items()} | {None: self.x}
         gates = {n: shape[0] for n, shape in self.forward.parameters.items() if shape[1] == w.hidden}
         expected = w.seq * w.batch if self.each == STEPS else w.batch
-        return Job(name, device, w.dtype, w.arithmetic, operands_of(name, products, columns, w.itemsize, gates),
-                   len(products), self.units or w.hidden, vectors, self.each, expected)
+        multiplied = operands_of(name, products, columns, w.itemsize, gates)
+        return Job(name, self.task.device, w.dtype, w.arithmetic, multiplied, len(products), self.units or w.hidden,
+                   vectors, self.each, expected)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns], itemsize: int,
@@ -214,7 +206,6 @@ def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | N
 
 
 def unique_invariants(*graphs: StepGraph) -> tuple[Assign, ...]:
-    """The invariants of all graphs, each variable once."""
     return tuple({a.var: a for g in graphs for a in g.invariants}.values())
 
 
@@ -230,12 +221,10 @@ def with_read_out(task: Task, program: Program) -> Program:
     w, graph, y = task.workload, task.after.graph, task.after.traversal
     H, count = w.hidden, len(task.graph.outputs)
     x = Columns("x", task.own_input, w.input)
-    leaves: dict[Var, Place] = {v: Place(Columns(SPACE, H, count * H, n * H), w.dtype)
-                                for n, v in enumerate(task.graph.outputs)}
-    if graph.x is not None:
-        leaves[graph.x] = Place(x, w.dtype)
-    for var, at in graph.input_offsets(w.input, H).items():
-        leaves[var] = Place(Columns("x", H, w.input, at), w.dtype)
+    places = {v: Columns(SPACE, H, count * H, n * H) for n, v in enumerate(task.graph.outputs)}
+    places |= {} if graph.x is None else {graph.x: x}
+    places |= {var: Columns("x", H, w.input, at) for var, at in graph.input_offsets(w.input, H).items()}
+    leaves = {v: Place(columns, w.dtype) for v, columns in places.items()}
     own = len(graph.outputs) * H
     stores = tuple((v, Place(Columns("y", H, y.y_width(own), y.y_offset(own) + n * H), w.dtype))
                    for n, v in enumerate(graph.outputs))
@@ -256,20 +245,26 @@ def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None)
     return joined(of_x, _gradients_beside(memory, add, dtype)) if back.dinputs or back.dx is None else of_x
 
 
-def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
+def _scalar(name: str) -> Var:
     from tvm import tirx
 
-    back, w = memory.adjoint, memory.task.workload
+    return tirx.Var(name, "float32")
+
+
+def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
+    back, own = memory.adjoint, memory.task.own_input
     graph, total = back.inputs, back.dx
     items: list[Item] = items_of(graph)
-    own = memory.task.own_input
-    place = Place(Columns("dx", own, w.input), dtype or memory.dtype)
+    place = Place(Columns("dx", own, memory.task.workload.input), dtype or memory.dtype)
     if total is None:
-        return _spaces(memory) if add else joined(_spaces(memory), _zeros(memory, place))
+        zero = _scalar("zero")
+        scalars = Scalars((), (), (Assign(zero, number(0.0)),), {}, ((zero, place),))
+        zeros = scalar_pass("inputs_0", memory.task.device.cores, scalars, (), own, STEPS)
+        return _spaces(memory) if add else joined(_spaces(memory), zeros)
     leaves = memory.leaves() | memory.outputs() | replayed(memory)
     instead: dict[Var, Var] = {}
     if add:
-        before, whole = tirx.Var("dx_before", "float32"), tirx.Var("dx_whole", "float32")
+        before, whole = _scalar("dx_before"), _scalar("dx_whole")
         leaves[before] = place
         items.append((Assign(whole, before + total),))
         total, instead = whole, {whole: before}
@@ -283,10 +278,7 @@ def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
 
 def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component:
     """The gradients of the cell's inputs, without a product, and values made on the way: a pass over hidden units."""
-    from tvm import tirx
-
-    back = memory.adjoint
-    graph, zero = back.inputs, tirx.Var("zero", "float32")
+    back, graph, zero = memory.adjoint, memory.adjoint.inputs, _scalar("zero")
     items = [item for item in items_of(graph) if not isinstance(item[0], Product)]
     leaves, instead = memory.leaves() | memory.outputs() | replayed(memory), dict[Var, Var]()
     stores, sums = list(_made(memory)), list[Assign]()
@@ -296,7 +288,7 @@ def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component
             continue
         total = zero if total is None else total
         if add:
-            before, whole = tirx.Var(f"{var.name}_before", "float32"), tirx.Var(f"{var.name}_whole", "float32")
+            before, whole = _scalar(f"{var.name}_before"), _scalar(f"{var.name}_whole")
             leaves[before] = place
             sums.append(Assign(whole, before + total))
             total, instead = whole, {**instead, whole: before}
@@ -309,9 +301,7 @@ def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component
 
 def summed_directions(cores: int, units: int, dtype: str) -> Component:
     """``dx`` (T, B, units) += ``dx_second``, a second direction's, in float32; on ``cores`` multiprocessors."""
-    from tvm import tirx
-
-    first, second, whole = (tirx.Var(name, "float32") for name in ("first", "second", "whole"))
+    first, second, whole = map(_scalar, ("first", "second", "whole"))
     places = {first: Place(Columns("dx", units, units), dtype),
               second: Place(Columns("dx_second", units, units), "float32")}
     scalars = Scalars((), (), (Assign(whole, first + second),), places, ((whole, places[first]),))
@@ -343,11 +333,3 @@ def _made(memory: Memory) -> tuple[tuple[Var, Place], ...]:
 def _spaces(memory: Memory) -> Component:
     batch = memory.task.workload.batch
     return Component(buffers=tuple(b for space in made_of_inputs(memory) for b in space.buffers(batch, STEPS)))
-
-
-def _zeros(memory: Memory, place: Place) -> Component:
-    from tvm import tirx
-
-    zero = tirx.Var("zero", "float32")
-    scalars = Scalars((), (), (Assign(zero, number(0.0)),), {}, ((zero, place),))
-    return scalar_pass("inputs_0", memory.task.device.cores, scalars, (), memory.task.own_input, STEPS)

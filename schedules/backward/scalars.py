@@ -42,12 +42,10 @@ class Scalars:
 
     @property
     def wanted(self) -> set[Var]:
-        """The variables that are stored."""
-        return {*(v for v, _ in self.stores), *self.hoisted}
+        return {*(v for v, _ in self.stores), *self.hoisted}  # the variables that are stored
 
     @property
     def reads_vectors(self) -> bool:
-        """True if parameter vectors are among what is needed."""
         read = self._needed(self.wanted)
         return any(v.var in read for v in self.vectors)
 
@@ -58,7 +56,6 @@ class Scalars:
         return found | ({self.mask: "int32"} if self.mask else {})
 
     def writes(self) -> dict[str, str]:
-        """Buffers that are written."""
         found = {p.columns.name: p.dtype for _, p in self.stores}
         return found | ({"hoisted": self.layout.dtype} if self.layout is not None and self.hoisted else {})
 
@@ -123,10 +120,8 @@ BLOCKS = 6  # a multiprocessor
 
 def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
                 each: str) -> Component:
-    """A kernel for ``cores`` multiprocessors: statistics, where later groups may read earlier ones, then scalars.
-
-    With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
-    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
+    """A kernel for ``cores`` multiprocessors: statistics, where later groups may read earlier ones, then scalars. With
+    statistics a block has whole rows; else threads take some neighbouring units each. ``each``: as of a ``Job``."""
     words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
     kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
@@ -168,11 +163,9 @@ class _Units:
 
     @property
     def chunks(self) -> int:
-        """Chunks of ``span`` units in a row."""
-        return ceil_div(self.units, self.span)
+        return ceil_div(self.units, self.span)  # chunks of ``span`` units in a row
 
     def within(self, unit: Expr, e: int) -> Expr:
-        """Unit ``unit`` + e, or the last one if that is beyond it."""
         return unit + e if self.units % self.span == 0 else T.min(unit + e, self.units - 1)
 
     def values(self, row: Expr, unit: Expr, found: Env, wanted: set[object] | None = None) -> list[Env]:
@@ -181,12 +174,10 @@ class _Units:
         return self.scalars.values(self.arguments, row, unit, self.within, known, wanted)
 
     def _vector(self, unit: Expr, e: int, i: int | None) -> Expr:
-        if i is None:
-            return T.cast(self.within(unit, e), "float32")
-        return self.arguments["vectors"][i * self.units + self.within(unit, e)]
+        at = self.within(unit, e)
+        return T.cast(at, "float32") if i is None else self.arguments["vectors"][i * self.units + at]
 
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
-        """Computes and stores all values."""
         self.scalars.store(self.arguments, row, unit, self.values(row, unit, found))
 
 
@@ -194,20 +185,15 @@ def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thr
     T.note("a CTA a row: statistics over its units, then what needs them")
     sums, found = RowSums(THREADS, thread, memory), Env()
 
-    def units(function: Callable[[Expr], None]) -> None:
+    def each(wanted: set[object], known: Env, function: Callable[[Env, Expr], None]) -> None:
         with T.strided("chunk", work.chunks, thread, THREADS) as chunk:
-            function(T.let("unit", chunk * work.span))
+            unit = T.let("unit", chunk * work.span)
+            for e, env in enumerate(work.values(row, unit, known, wanted)):
+                with T.when(unit + e < work.units):
+                    function(env, unit + e)
 
     for those in statistics:
-        wanted, known = {o for s in those for o in s.operands}, dict(found)
-
-        def each(function: Callable[[Env, Expr], None], wanted: set[object] = wanted, known: Env = known) -> None:
-            def visit(unit: Expr) -> None:
-                for e, env in enumerate(work.values(row, unit, known, wanted)):
-                    with T.when(unit + e < work.units):
-                        function(env, unit + e)
-
-            units(visit)
-
-        found |= sums.statistics(those, work.units, each)
-    units(lambda unit: work.store(row, unit, found))
+        wanted = {o for s in those for o in s.operands}
+        found |= sums.statistics(those, work.units, partial(each, wanted, dict(found)))
+    with T.strided("chunk", work.chunks, thread, THREADS) as chunk:
+        work.store(row, T.let("unit", chunk * work.span), found)

@@ -56,23 +56,17 @@ def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = Fa
 
 def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
     """The groups, one for each kernel: values one behind the other in memory, with one operand, for one parameter."""
-    def columns(var: Var | None) -> Columns:
-        return memory.x if var is None else places[var].columns
-
-    def multiplied(o: OuterProduct) -> Columns:
-        whole = columns(o.operand)
-        return replace(whole, width=o.columns or whole.width // o.heads)
-
-    def made(o: OuterProduct) -> Columns:
-        whole = columns(o.value)
-        return replace(whole, width=o.rows or whole.width)
+    def columns(var: Var | None, width: int, parts: int = 1) -> Columns:
+        whole = memory.x if var is None else places[var].columns
+        return replace(whole, width=width or whole.width // parts)
 
     def again(parameter: str, gate: int) -> bool:
         return any(g.parameter == parameter and gate in g.gates for g in found)
 
     heads = {o.parameter: o.heads for o in outers}
-    items = sorted({(o.parameter, multiplied(o), made(o), o.gate) for o in outers},
-                   key=lambda i: (i[0], i[1].name, i[1].offset, i[2].name, i[2].offset, i[3]))
+    found_items = {(o.parameter, columns(o.operand, o.columns, o.heads), columns(o.value, o.rows), o.gate)
+                   for o in outers}
+    items = sorted(found_items, key=lambda i: (i[0], i[1].name, i[1].offset, i[2].name, i[2].offset, i[3]))
     found: list[Group] = []
     for (parameter, operand, _), those in groupby(items, key=lambda i: (i[0], i[1], i[2].name)):
         run: list[tuple[Columns, int]] = []
@@ -101,8 +95,7 @@ def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Compo
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
                    rows_mask(task.traversal), group.heads)
     hopper, adder, blocks = hopper_shape(job), f"add_outer_{number}", 2 * task.device.cores
-    shape = hopper or outer_shape(job)
-    height, width = job.values.width, job.operand.width
+    shape, height, width = hopper or outer_shape(job), job.values.width, job.operand.width
     own = height // len(group.gates)
 
     def row(m: Expr) -> Expr:
@@ -115,26 +108,25 @@ def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Compo
     kernel = (outer_wgmma_kernel if hopper else outer_kernel)(job, shape, into)
     grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (shape.tiles * shape.parts, THREADS)
     names = {"values": group.values.name, "operand": group.operand.name}
-    product = Launch(job.name, grid, threads, shape.shared,
-                     names={**names, "into": target if shape.parts == 1 else "outer_parts"})
+    names["into"] = target if shape.parts == 1 else "outer_parts"
+    product = Launch(job.name, grid, threads, shape.shared, names=names)
     if shape.parts == 1:
         return Component({job.name: kernel}, (), (product,))
     functions = {job.name: kernel, adder: adding_kernel(adder, height, width, shape.parts, blocks, into)}
     sums = Buffer("outer_parts", WORKSPACE, "float32", Extent(shape.parts * height * width))
-    return Component(functions, (sums,), (
-        product, Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": target})))
+    add_up = Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": target})
+    return Component(functions, (sums,), (product, add_up))
 
 
 def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, add: bool,
           prefix: str = "no_matrix") -> Component:
     """Zeros as the gradients of ``gates`` of parameters; ``add``: only where the scalar ``add`` is 0."""
-    def one(number: int, gate: tuple[str, int]) -> Component:
-        name, (parameter, which) = f"{prefix}_{number}", gate
-        size = prod(forward.parameters[parameter][1:])
-        return Component({name: zero_kernel(name, which * size, size, blocks, add)}, (),
-                         (Launch(name, blocks, THREADS, names={"into": f"d_{parameter}"}),))
-
-    return joined(*(one(n, gate) for n, gate in enumerate(gates)))
+    found = []
+    for number, (parameter, gate) in enumerate(gates):
+        name, size = f"{prefix}_{number}", prod(forward.parameters[parameter][1:])
+        found.append(Component({name: zero_kernel(name, gate * size, size, blocks, add)}, (),
+                               (Launch(name, blocks, THREADS, names={"into": f"d_{parameter}"}),)))
+    return joined(*found)
 
 
 def zero_kernel(name: str, first: int, size: int, blocks: int, add: bool) -> PrimFunc:
@@ -177,10 +169,9 @@ def step_sums(memory: Memory, accumulate: bool = False) -> Component:
 def vector_gradients(memory: Memory, add: bool = False) -> Component:
     """``d_<parameter>`` of every vector (G, H), float32, after :func:`step_sums`; ``add``: to what is there, where
     the scalar ``add`` is not 0. Zeros where a gate is not used."""
-    groups, H, device = _groups(memory), memory.task.workload.hidden, memory.task.device
-    parts = []
+    H, parts = memory.task.workload.hidden, []
     at: dict[Var, list[tuple[str, int, int]]] = {}  # of a sum: its places in the buffers of partial sums
-    for group in groups:
+    for group in _groups(memory):
         name, count = f"sums_{group.name}", len(group.values)
         if group.each != STEPS:
             parts.append(_partial(name, group, H))
@@ -195,7 +186,7 @@ def vector_gradients(memory: Memory, add: bool = False) -> Component:
         once = Component({"once": _once(memory, at, gradients, blocks, add)}, (), (Launch("once", blocks, THREADS),))
     unused = [(n, g) for n, s in memory.adjoint.forward.parameters.items() if len(s) == 2 for g in range(s[0])
               if (n, g) not in gradients]
-    return joined(*parts, once, zeros(memory.adjoint.forward, unused, device.cores, add, "no_vector"))
+    return joined(*parts, once, zeros(memory.adjoint.forward, unused, memory.task.device.cores, add, "no_vector"))
 
 
 def _groups(memory: Memory) -> list[_Group]:

@@ -18,12 +18,12 @@ CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class CPUSequence(Schedule[Shape]):
-    """All steps in one call of a team of threads.
+    """All steps in one call of a team of threads, in float32 or float64, for any cell and size; weights of float32
+    layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI.
 
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the state with packed
     weights in register tiles, and computes the cell's pointwise part on the sums while they are still in registers.
-    Where the CPU adds in units of their own, pairs of products may share a multiplication. Serves float32 and float64,
-    any cell, any size; weights of float32 layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI."""
+    Where the CPU adds in units of their own, pairs of products may share a multiplication."""
 
     name = "cpu_sequence"
     revision = 2
@@ -32,7 +32,6 @@ class CPUSequence(Schedule[Shape]):
     heads = True
 
     def refuses(self, task: Task) -> str | None:
-        """None, or the reason: another target or data type than a CPU's, or instructions that it lacks."""
         if task.device.kind != "llvm":
             return f"runs on CPUs, not on {task.device.kind}"
         if task.workload.dtype not in SERVED["llvm"]:
@@ -49,7 +48,6 @@ class CPUSequence(Schedule[Shape]):
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        """Tile sizes up to the register file and the batch, unrolling, and the chunk of steps."""
         device, work = task.device, task.workload
         widest = max((len(p.products) for p in task.graph.phases), default=1)
         steps = tuple(c for c in CHUNK if c < 2 * work.seq)
@@ -65,7 +63,6 @@ class CPUSequence(Schedule[Shape]):
         return tiling.shape_of(task, CPUKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
-        """None, or that a tile needs more vector registers than the CPU has."""
         available, head = tiling.registers_of(task.device), tiling.head_vectors(task)
         for name, tile in tiling.tiles(task, CPUKnobs(config)).items():
             gates = tiling.gates_of(task, name)
@@ -112,7 +109,6 @@ class CPUSequence(Schedule[Shape]):
                 "team": tiling.best_team(task), "ahead": int(ahead), "chunk": chunk}
 
     def features(self, task: Task, plan: Shape) -> dict[str, float]:
-        """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""
         return tiling.features(task, plan)
 
     def program(self, task: Task, plan: Shape) -> Program:

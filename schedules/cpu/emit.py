@@ -1,16 +1,29 @@
-"""Writes TIR statements in order: bindings, loops, branches, scalar and vector memory access.
+"""Writes TIR statements in order (bindings, loops, branches, scalar and vector memory access), and scalar expressions
+as vector code.
 
-All indices are int64, as T * B * H may exceed 2**31; vectors have ``lanes`` lanes, of the layer's type by default."""
+All indices are int64, as T * B * H may exceed 2**31; vectors have ``lanes`` lanes, of the layer's type by default.
+
+Polynomials serve exp, tanh and sigmoid. Largest errors over all of float32, and of float64 (NaN stays NaN):
+
+    tanh     3e-7 relative, exactly +-1 beyond 8; 1e-15, exactly +-1 beyond 20
+    sigmoid  1.5e-7 absolute, as 0.5 + 0.5 tanh(x / 2); 3e-16
+    exp      2e-7 relative, also where the result is subnormal or infinite; 4e-16"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
+from ecornn.analysis.operators import OPERATORS, key_of
+from ecornn.analysis.scalar import children, is_constant
 from ecornn.schedules.builder import Expr, PrimFunc, TirBuffer, Var
 
 if TYPE_CHECKING:
+    from tvm.ir import Op
     from tvm.tirx import Stmt
 
 
@@ -34,7 +47,6 @@ class Emitter:
         return self.let(f"{name}_64", self.tirx.Cast("int64", var))
 
     def pointer(self, name: str, dtype: str | None = None) -> TirBuffer:
-        """A parameter that points at ``dtype``, as a flat buffer."""
         dtype = dtype or self.real
         var = self.tirx.Var(name, self.ir.PointerType(self.ir.PrimType(dtype), "global"))
         self.parameters.append(var)
@@ -51,11 +63,9 @@ class Emitter:
 
     # -- statements -----------------------------------------------------------------------------
     def add(self, statement: Stmt) -> None:
-        """Appends a statement."""
         self.stack[-1].append(statement)
 
     def let(self, name: str, value: Expr) -> Var:
-        """Binds ``value`` to a variable."""
         var = self.tirx.Var(name, str(value.ty))
         self.add(self.tirx.Bind(var, value))
         return var
@@ -70,24 +80,19 @@ class Emitter:
         var = self.tirx.Var(name, "int64")
         self.stack.append([])
         yield var
-        body = self.block()
-        if body is not None:
+        if (body := self.block()) is not None:
             self.add(self.tirx.For(var, self.index(start), self.index(extent), self.tirx.ForKind.SERIAL, body))
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:
-        """The statements written inside run where ``condition`` holds."""
         self.stack.append([])
         yield
-        body = self.block()
-        if body is not None:
+        if (body := self.block()) is not None:
             self.add(self.tirx.IfThenElse(condition, body, None))
 
     def block(self) -> Stmt | None:
         body = self.stack.pop()
-        if not body:
-            return None
-        return self.tirx.SeqStmt(body) if len(body) > 1 else body[0]
+        return self.tirx.SeqStmt(body) if len(body) > 1 else body[0] if body else None
 
     # -- values ---------------------------------------------------------------------------------
     def index(self, value: Expr | int) -> Expr:
@@ -99,19 +104,15 @@ class Emitter:
         return self.tirx.truncdiv(a, self.index(b))
 
     def mod(self, a: Expr, b: Expr | int) -> Expr:
-        """Remainder of non-negative indices."""
         return self.tirx.truncmod(a, self.index(b))
 
     def ceildiv(self, a: Expr, b: int) -> Expr:
-        """Quotient of a non-negative index, rounded up."""
         return self.div(a + self.index(b - 1), b)
 
     def number(self, value: float, dtype: str | None = None) -> Expr:
-        """A constant."""
         return self.tirx.const(value, dtype or self.real)
 
     def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
-        """A vector of equal lanes; a number becomes ``dtype``."""
         scalar = self.number(value, dtype) if isinstance(value, (int, float)) else value
         return self.tirx.Broadcast(scalar, self.lanes) if self.lanes > 1 else scalar
 
@@ -124,24 +125,19 @@ class Emitter:
         return self.ir.Call(self.ir.Op.get(f"tirx.{name}"), list(operands), ret_ty=operands[0].ty)
 
     def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
-        """a * b + c, rounded once."""
-        return self.intrinsic("fma", a, b, c)
+        return self.intrinsic("fma", a, b, c)  # a * b + c, rounded once
 
     # -- memory ---------------------------------------------------------------------------------
     def load(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        """Loads one element."""
         return self.tirx.BufferLoad(buffer, [self.index(index)])
 
     def store(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        """Stores one element."""
         self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
 
     def vload(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        """Loads ``lanes`` elements from ``index`` on."""
         return self.tirx.BufferLoad(buffer, [self.ramp(index)])
 
     def vstore(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        """Stores ``lanes`` elements from ``index`` on."""
         self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
 
     def prefetch(self, buffer: TirBuffer, index: Expr | int) -> None:
@@ -155,7 +151,6 @@ class Emitter:
         return self.tirx.Ramp(first, self.index(1), self.lanes) if self.lanes > 1 else first
 
     def cast(self, dtype: str, value: Expr) -> Expr:
-        """A vector converted to lanes of ``dtype``."""
         return self.tirx.Cast(self.lanes_of(dtype), value)
 
     def lanes_of(self, dtype: str) -> str:
@@ -174,7 +169,7 @@ class Emitter:
         self.vstore(parts, 0, self.splat(0.0))
         with self.when(valid >= self.index(self.lanes)):
             self.vstore(parts, 0, self.vload(buffer, index))
-        with self.when(valid < self.index(self.lanes)), self.loop("lane", self.positive(valid)) as lane:
+        with self.when(valid < self.index(self.lanes)), self.loop("lane", self.tirx.Max(valid, self.index(0))) as lane:
             self.store(parts, lane, self.load(buffer, index + lane))
         return self.let(f"{name}_value", self.vload(parts, 0))
 
@@ -185,8 +180,159 @@ class Emitter:
         with self.when(valid < self.index(self.lanes)):
             parts = self.local(name)
             self.vstore(parts, 0, value)
-            with self.loop("lane", self.positive(valid)) as lane:
+            with self.loop("lane", self.tirx.Max(valid, self.index(0))) as lane:
                 self.store(buffer, index + lane, self.load(parts, lane))
 
-    def positive(self, value: Expr) -> Expr:
-        return self.tirx.Max(value, self.index(0))
+
+# Rational approximation of tanh: odd polynomial over even polynomial (Eigen, generic_fast_tanh_float),
+# highest power first. At the bound it is exactly 1, computed with fma.
+TANH_BOUND = 7.99881172180175781
+TANH_ODD = (-2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
+            1.48572235717979e-05, 6.37261928875436e-04, 4.89352455891786e-03)
+TANH_EVEN = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+
+LOG2_E = 1.44269504088896341
+TANH_BOUND_64 = 20.0  # tanh is 1 there
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """exp(r) = 1 + r + r^2 p(r) for |r| <= ln(2) / 2, and how a type has powers of two."""
+
+    tail: tuple[float, ...]  # p, highest power first
+    ln2: tuple[float, float]  # in two parts, of which multiples of the first are exact
+    bounds: tuple[float, float]  # beyond them exp is 0 and infinity
+    integer: str  # the integers of as many bits
+    bias: int  # the exponent of 1
+    mantissa: int  # where the exponent lies: behind so many bits
+
+
+EXPONENTIAL = {
+    # Cephes, expf
+    "float32": Exponential((1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+                            5.0000001201e-1), (0.693359375, -2.12194440e-4), (-105.0, 89.0), "int32", 127, 23),
+    # Taylor's series, whose next term is less than 1e-17; ln(2) as FreeBSD's msun has it
+    "float64": Exponential(tuple(1 / math.factorial(n) for n in range(13, 1, -1)), (6.93147180369123816490e-01,
+                           1.90821492927058770002e-10), (-746.0, 710.0), "int64", 1023, 52),
+}
+
+
+def horner(e: Emitter, x: Expr, coefficients: Sequence[float]) -> Expr:
+    highest, *others = map(e.splat, coefficients)
+    return reduce(lambda total, c: e.fma(total, x, c), others, highest)
+
+
+def bounded(e: Emitter, x: Expr, low: float, high: float) -> Expr:
+    """x between two numbers; NaN stays NaN."""
+    # a constant first: Max and Min return their second operand where the comparison is unordered
+    return e.let("x", e.tirx.Min(e.splat(high), e.tirx.Max(e.splat(low), x)))
+
+
+def tanh(e: Emitter, x: Expr) -> Expr:
+    if e.real == "float64":
+        return tanh_64(e, x)
+    x = bounded(e, x, -TANH_BOUND, TANH_BOUND)
+    square = e.let("square", x * x)
+    # the quotient first: x times a polynomial near 0.005 would lose the bits of a tiny x
+    return e.let("tanh", x * (horner(e, square, TANH_ODD) / horner(e, square, TANH_EVEN)))
+
+
+def tanh_64(e: Emitter, x: Expr) -> Expr:
+    """Vector tanh in float64, by exp(2 x) - 1, which for small x has the bits of x."""
+    n, r = reduced(e, e.splat(2.0) * bounded(e, x, -TANH_BOUND_64, TANH_BOUND_64))
+    power = e.let("power", power_of_two(e, whole(e, n)))
+    rest = e.let("rest", e.fma(r * r, horner(e, r, EXPONENTIAL["float64"].tail), r))  # exp(r) - 1
+    less_one = e.let("less_one", e.fma(power, rest, power - e.splat(1.0)))
+    return e.let("tanh", less_one / (less_one + e.splat(2.0)))
+
+
+def sigmoid(e: Emitter, x: Expr) -> Expr:
+    half = e.splat(0.5)
+    return e.let("sigmoid", e.fma(half, tanh(e, half * x), half))
+
+
+def exp(e: Emitter, x: Expr) -> Expr:
+    kind = EXPONENTIAL[e.real]
+    n, r = reduced(e, bounded(e, x, *kind.bounds))
+    value = e.fma(r * r, horner(e, r, kind.tail), r + e.splat(1.0))
+    # 2**n may lie outside the normal range, its two factors do not
+    power = whole(e, n)
+    first = e.let("first", power >> e.splat(1, kind.integer))
+    return e.let("exp", value * power_of_two(e, first) * power_of_two(e, power - first))
+
+
+def reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
+    """n and r of x = n ln(2) + r with |r| <= ln(2) / 2."""
+    high, low = EXPONENTIAL[e.real].ln2
+    n = e.let("n", e.intrinsic("floor", e.fma(x, e.splat(LOG2_E), e.splat(0.5))))
+    return n, e.let("r", e.fma(n, e.splat(-low), e.fma(n, e.splat(-high), x)))
+
+
+def whole(e: Emitter, n: Expr) -> Expr:
+    return e.let("whole", e.cast(EXPONENTIAL[e.real].integer, n))
+
+
+def power_of_two(e: Emitter, n: Expr) -> Expr:
+    """2**n for integer lanes, where that is a normal number."""
+    kind = EXPONENTIAL[e.real]
+    bias, mantissa = (e.splat(value, kind.integer) for value in (kind.bias, kind.mantissa))
+    return e.tirx.reinterpret(e.vector_type, (n + bias) << mantissa)
+
+
+def rsqrt(e: Emitter, x: Expr) -> Expr:
+    return e.let("rsqrt", e.splat(1.0) / e.intrinsic("sqrt", x))
+
+
+# key of the operator -> its vector code
+FUNCTIONS: dict[str, Callable[..., Expr]] = {"tanh": tanh, "sigmoid": sigmoid, "exp": exp, "rsqrt": rsqrt}
+
+
+def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
+    """``value``, an expression over scalars of the cell, on vectors; ``lookup`` maps its variables."""
+    kind = type(value).__name__
+    if kind == "Var":
+        return lookup(value)
+    if is_constant(value):
+        return e.splat(value.value, e.type_of(value))
+    key, parts = key_of(value), [vector(e, c, lookup) for c in children(value)]
+    if key in FUNCTIONS:
+        return FUNCTIONS[key](e, *parts)
+    if key in ("Select", "if_then_else"):
+        return e.tirx.Select(*parts)
+    if key == "exp10" and e.real == "float64":  # TVM's has ten digits of ln(10)
+        return by_lane(e, e.ir.Op.get("tirx.pow"), (e.splat(10.0), *parts))
+    if kind == "Call":
+        whole = OPERATORS[key].instruction
+        return e.ir.Call(value.op, parts, ret_ty=parts[0].ty) if whole else by_lane(e, value.op, parts)
+    if kind in ("Max", "Min"):
+        a, b = parts[::-1] if is_constant(value.b) else parts
+        return extremum(e, type(value), a, b, both=not any(map(is_constant, children(value))))
+    if kind == "Cast" and str(value.value.ty) == "bool":  # TVM has no bounds of conditions that are vectors
+        return e.tirx.Select(parts[0], *(e.splat(n, e.type_of(value)) for n in (1.0, 0.0)))
+    if kind == "Cast":
+        return e.cast(e.type_of(value), parts[0])
+    return type(value)(*parts)
+
+
+def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool) -> Expr:
+    """Vector maximum or minimum, NaN where ``b`` is, and with ``both`` also where ``a`` is. ``kind``, tirx.Max or
+    tirx.Min, returns its second operand where the comparison is unordered. Its two orders are the same bits but for
+    NaN, where one of them is NaN; these or any others are NaN, too."""
+    if not both:
+        return kind(a, b)
+    a, b = e.let("a", a), e.let("b", b)
+    integers = e.lanes_of(EXPONENTIAL[e.real].integer)
+    bits = [e.tirx.reinterpret(integers, kind(*order)) for order in ((a, b), (b, a))]
+    return e.let("extremum", e.tirx.reinterpret(e.vector_type, e.tirx.bitwise_or(*bits)))
+
+
+def by_lane(e: Emitter, function: Op, operands: Sequence[Expr]) -> Expr:
+    """Any other function of scalars, one lane after the other."""
+    places = [e.local("operand") for _ in operands]
+    for place, operand in zip(places, operands, strict=True):
+        e.vstore(place, 0, operand)
+    result = e.local("result")
+    with e.loop("lane", e.lanes) as lane:
+        lanes = [e.load(place, lane) for place in places]
+        e.store(result, lane, e.ir.Call(function, lanes, ret_ty=e.ir.PrimType(e.real)))
+    return e.let("lanes", e.vload(result, 0))

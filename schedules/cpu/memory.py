@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from ecornn.analysis.step import Term
 from ecornn.program import Buffer
 from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.product import Integers
+from ecornn.schedules.cpu.product import Integers, Paired
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.workload import Traversal
@@ -41,8 +40,7 @@ class Place:
     units: int = 0
 
     def at(self, e: Emitter, row: Expr) -> Expr:
-        """The index of the row's first unit."""
-        return e.index(self.start) + row * e.index(self.stride)
+        return e.index(self.start) + row * self.stride  # the index of the row's first unit
 
 
 class Memory:
@@ -59,7 +57,7 @@ class Memory:
         self.buffers: list[Buffer] = []
         self.data: dict[str, TirBuffer] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
-        self.paired: dict[tuple[str, int], paired.Paired] = {}  # ... as copies for products of pairs
+        self.paired: dict[tuple[str, int], Paired] = {}  # ... as copies for products of pairs
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
         self.given: dict[Var, Place] = {}  # what other parts of the function, or its caller, made
         self.kept: dict[Var, TirBuffer] = {}  # value carried between stages -> its buffer
@@ -88,8 +86,7 @@ class Memory:
         return e.let("live", first + e.div(row, self.batch) < self.timeline.limit(e.mod(row, self.batch)))
 
     def length(self, operand: Var | None) -> int:
-        """Values of a row of an operand."""
-        return self.shape.input if operand is None else self.shape.hidden
+        return self.shape.input if operand is None else self.shape.hidden  # values of a row of an operand
 
     def depth(self, term: Term) -> int:
         """Values that a unit's weights multiply: a row of the operand, or its head's part of one."""
@@ -102,7 +99,6 @@ class Memory:
 
     @property
     def work(self) -> int:
-        """Multiply-adds of a row in a step, about."""
         products = (p for stage in (*self.plan.hoisted, *self.plan.steps) for p in stage.rows)
         hidden = self.shape.hidden
         multiplied = sum(self.depth(term) * (term.rows or hidden) for product in products for term in product.terms)
@@ -118,7 +114,7 @@ class Memory:
         """Elements of an operand, where its first row starts, and how far its rows are apart."""
         e, s = self.e, self.shape
         if operand is None:
-            return self.data["x"], e.let("x_first", first * self.batch * e.index(self.x_stride)), self.x_stride
+            return self.data["x"], e.let("x_first", first * self.batch * self.x_stride), self.x_stride
         if operand in self.kept:
             return self.kept[operand], e.index(0), s.width
         if operand in self.given:
@@ -145,7 +141,7 @@ class Timeline:
         e = self.e
         if not self.traversal.lengths:
             return self.steps
-        last = e.tirx.Min(row, self.batch - e.index(1))
+        last = e.tirx.Min(row, self.batch - 1)
         return e.let("limit", e.tirx.Min(e.tirx.Cast("int64", e.load(self.data["lengths"], last)), self.steps))
 
     def live(self, t: Expr, row: Expr) -> Expr | None:
@@ -171,9 +167,9 @@ class Timeline:
         if not self.traversal.resets:
             return values
         e = self.e
-        step = e.let("start", self.at(t) + e.index(1) if self.traversal.reverse else t)
-        inside = e.let("inside", e.tirx.And(step >= e.index(self.first_start), step < self.limit(row)))
-        last = e.tirx.Min(row, self.batch - e.index(1))
+        step = e.let("start", self.at(t) + 1 if self.traversal.reverse else t)
+        inside = e.let("inside", e.tirx.And(step >= self.first_start, step < self.limit(row)))
+        last = e.tirx.Min(row, self.batch - 1)
         mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
         reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")
         fresh = e.let("fresh", e.tirx.And(inside, reset))

@@ -43,15 +43,12 @@ class Sequence(Worker):
 
     # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
-        """The program whose entry runs it."""
         return Program.running({"worker": self.function("worker")}, self.buffers, (self.call("worker"),))
 
     def call(self, name: str) -> Parallel:
-        """The call of the function of that name."""
         return Parallel(name, self.aliases, self.shape.team, self.work)
 
     def function(self, name: str) -> PrimFunc:
-        """The whole function, of that name."""
         e = self.e
         self.declare()
         self.prelude()
@@ -78,9 +75,9 @@ class Sequence(Worker):
         with self.vectors_of("final", self.batch) as (b, unit):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name in self.graph.states:
-                at = self.slot(name, self.steps) + b * e.index(s.width) + unit
+                at = self.slot(name, self.steps) + b * s.width + unit
                 value = e.let(name, e.vload(self.data[f"{name}_state"], at))
-                e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * e.index(s.hidden) + unit, value, valid)
+                e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * s.hidden + unit, value, valid)
 
 
 class LoopTask(TileTask):
@@ -92,15 +89,10 @@ class LoopTask(TileTask):
         e, o = self.e, self.o
         values = [o.timeline.masked(live, value, e.splat(0.0)) for value in self.outputs]
         row = e.let("chunk_row", o.row_of_chunk(self.first, self.t, self.at_row))
-        with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
-            for var, value in zip(o.graph.outputs, values, strict=True):
-                place = o.left[var]
-                e.vstore(place.data, place.at(e, row) + self.unit, value)
+        self.leave(row, list(zip((o.left[var] for var in o.graph.outputs), values, strict=True)))
 
 
 class ReadOutTask(TileTask):
-    """A tile of the pass; the last stage stores y."""
-
     o: ReadOutPass
 
     def compute(self) -> None:
@@ -109,14 +101,13 @@ class ReadOutTask(TileTask):
         if self.stage is not o.plan.steps[-1]:
             return
         values = [self.value(var) for var in o.graph.outputs]
-        live = o.owner.live_row(self.first, self.at_row)
-        own = len(values) * hidden
-        row = (self.first * o.batch + self.at_row) * e.index(o.y.y_width(own))
-        at = e.let("y_at", row + e.index(o.y.y_offset(own)) + self.unit)
-        valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, e.index(hidden) - self.unit, e.index(0)))
+        live, own = o.owner.live_row(self.first, self.at_row), len(values) * hidden
+        row = (self.first * o.batch + self.at_row) * o.y.y_width(own)
+        at = e.let("y_at", row + o.y.y_offset(own) + self.unit)
+        valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, hidden - self.unit, e.index(0)))
         for number, value in enumerate(values):
             value = o.owner.timeline.masked(live, value, e.splat(0.0))
-            e.vstore_part("y_part", o.owner.data["y"], at + e.index(number * hidden), value, valid)
+            e.vstore_part("y_part", o.owner.data["y"], at + number * hidden, value, valid)
 
 
 class ReadOutPass(Pass):
@@ -145,8 +136,7 @@ class ReadOutSequence(Sequence):
         width = max(self.shape.width, self.read_out.shape.width)
         self.left = {}
         for number, var in enumerate(self.graph.outputs):
-            data = self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK))
-            self.left[var] = Place(data, width)
+            self.left[var] = Place(self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK)), width)
         self.read_out.declare(self)
         self.read_out.given.update(self.left)
         self.buffers += self.read_out.buffers
@@ -165,7 +155,6 @@ class ReadOutSequence(Sequence):
 
 
 def sequence_with_read_out(task: Task, plan: StepPlan, shape: Shape) -> Program:
-    """The program of a task with what follows it."""
     assert task.after is not None
     graph = task.after.graph
     last = {*(p.var for p in graph.phases[-1].products), *(v for s in graph.phases[-1].statistics for v in s.made),

@@ -24,8 +24,6 @@ from ecornn.analysis.step import Assign, Term
 from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.scalars.row_sums import parts_of
 
-_Part = tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -54,22 +52,23 @@ class StepPlan:
     doubled: tuple[str, ...]  # states kept twice, for even and odd steps: other threads still read the old one
     barriers: bool  # False where no thread waits for another within a chunk
 
+    def maker(self, var: Var) -> Stage:
+        """The first stage of a step that has the value for all units: a row's statistics are left to the one behind."""
+        return next((s for s in self.steps if s.level >= self.level[var] and s.finishes), self.steps[-1])
+
     @property
     def steps(self) -> tuple[Stage, ...]:
-        """The stages of a step, in order."""
-        return tuple(stage for part in self.parts for stage in part)
+        return tuple(stage for part in self.parts for stage in part)  # the stages of a step, in order
 
 
 def plan(graph: StepGraph) -> StepPlan:
-    """Sorts the graph's values into stages."""
     parts = (graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases))
     definition = {a.var: a.value for assigns in parts for a in assigns}
     level, states, last = levels(graph), set(graph.states.values()), len(graph.phases)
     kept: dict[int, list[Var]] = {p: [] for p in range(last + 1)}  # in the order of the workspace; any would do
     made = [product.var for phase in graph.phases for product in reversed(phase.products)]
     made += [a.var for phase in graph.phases for a in phase.assigns]
-    later = carried(graph)
-    multiplied = (operand for phase in graph.phases for operand in phase.operands if operand not in states)
+    later, multiplied = carried(graph), (o for phase in graph.phases for o in phase.operands if o not in states)
     for var in dict.fromkeys((*multiplied, *(v for v in made if v in later))):
         kept[max(0, level.get(var, 0))].append(var)  # of an adjoint also gradients of outputs, and what they determine
 
@@ -95,7 +94,8 @@ def plan(graph: StepGraph) -> StepPlan:
 
 def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
     """The stages of a graph without states, which go over all rows one after the other; ``wanted`` is kept."""
-    parts: list[_Part] = [(graph.hoisted_products, (), graph.hoisted),
+    parts: list[tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]] = [
+        (graph.hoisted_products, (), graph.hoisted),
                           ((), graph.hoisted_statistics, graph.normalized), ((), (), graph.prologue)]
     parts += [(p.products, p.statistics, p.assigns) for p in graph.phases]
     made = [(*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))
@@ -145,9 +145,8 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
         found.setdefault(alike, []).append(row)
     made, first = [], 0
     for members in found.values():
-        each = most or len(members)
-        for start in range(0, len(members), each):
-            made.append(Group(first, tuple(members[start:start + each])))
+        for start in range(0, len(members), most or len(members)):
+            made.append(Group(first, tuple(members[start:start + (most or len(members))])))
             first += len(members[0].terms)
     return made
 

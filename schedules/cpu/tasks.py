@@ -3,16 +3,16 @@ row, statistics over all of its units, then what follows from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 
 from ecornn.analysis import Statistic
 from ecornn.analysis.step import Term
 from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu.emit import vector
 from ecornn.schedules.cpu.memory import Memory, Place, Span
-from ecornn.schedules.cpu.paired import multiply as multiply_pairs
-from ecornn.schedules.cpu.product import STORED, Ahead, accumulators, multiply, restore
+from ecornn.schedules.cpu.product import STORED, Ahead, accumulators, multiply, multiply_pairs, restore
 from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.tiling import Tile
 
@@ -55,43 +55,39 @@ class TileTask:
 
     def plain(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The function that adds a product to registers."""
-        e, s = self.e, self.s
-        k = self.o.depth(term)
+        e, s, k = self.e, self.s, self.o.depth(term)
         data, starts = self.operand(number, term.operand)
         if term.heads > 1:  # that of the tile's units
-            head = e.let("head", e.div(self.units, k // (self.tile.vectors * s.lanes)) * e.index(k))
+            head = e.let("head", e.div(self.units, k // (self.tile.vectors * s.lanes)) * k)
             starts = [e.let("start", start + head) for start in starts]
         weights = self.o.data[f"{self.stage.name}_weights_{number}"]
         size = STORED[s.weights].size(k, columns * s.lanes)
 
         def add(into: list[list[TirBuffer]]) -> None:
-            multiply(e, into, data, starts, weights, e.let("weight_start", self.units * e.index(size)), k,
+            multiply(e, into, data, starts, weights, e.let("weight_start", self.units * size), k,
                      self.tile.unroll, s.weights, self.asked(size))
 
         return add
 
     def asked(self, size: int) -> Ahead | None:
-        """The weights to ask for during a product whose unit tiles have ``size`` words of weights."""
         if self.ahead is None:
             return None
         e, (units, part, parts) = self.e, self.ahead
         share = -(-size // parts)
-        return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
+        return Ahead(e.let("ahead", units * size + part * share), share)
 
     def pairs(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         """The function that adds a product by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
-        copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
+        copy, stage, vectors = self.o.paired[self.stage.name, number], self.stage.name, self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
 
         def add(into: list[list[TirBuffer]]) -> None:
-            products = []
-            for column in range(columns):
-                unit = (self.units * e.index(vectors) + e.index(column % vectors)) * e.index(s.lanes)
-                at = e.index(column // vectors * units) + unit
-                products.append(e.let("product", e.vload(data[f"{self.stage.name}_products_{number}"], at)))
-            multiply_pairs(e, into, copy, self.top, self.rows, data[f"{self.stage.name}_weights_{number}"],
-                           e.let("weight_start", self.units * e.index(size)), products)
+            places = (e.index(column // vectors * units) + (self.units * vectors + column % vectors) * s.lanes
+                      for column in range(columns))
+            products = [e.let("product", e.vload(data[f"{stage}_products_{number}"], at)) for at in places]
+            multiply_pairs(e, into, copy, self.top, self.rows, data[f"{stage}_weights_{number}"],
+                           e.let("weight_start", self.units * size), products)
 
         return add
 
@@ -101,30 +97,28 @@ class TileTask:
         if self.s.weights == "int8":
             integers = self.o.integers[self.stage.name, number]
             words = integers.width // STORED["int8"].group
-            return integers.words, [e.let("operand", (self.top + e.index(m)) * e.index(words)) for m in rows]
+            return integers.words, [e.let("operand", (self.top + m) * words) for m in rows]
         data, start, stride = self.o.operand(operand, self.first, self.t)
         if operand is not None:
-            start = e.let("operand", start + self.top * e.index(stride))
-            return data, [start + e.index(m * stride) for m in rows]
+            start = e.let("operand", start + self.top * stride)
+            return data, [start + m * stride for m in rows]
         # rows past the last one read the last one again, never past the end of x
-        last = self.rows - e.index(1)
-        return data, [e.let("x_row", start + e.tirx.Min(self.top + e.index(m), last) * e.index(stride)) for m in rows]
+        last = self.rows - 1
+        return data, [e.let("x_row", start + e.tirx.Min(self.top + m, last) * stride) for m in rows]
 
     def locate(self, m: int, v: int) -> None:
-        """Sets the row and the vector that values are of from now on."""
         e, s = self.e, self.s
         self.values, self.m, self.v = {}, m, v
-        self.at_row = e.let("row", self.top + e.index(m))
-        self.unit = e.let("unit", (self.units * e.index(self.tile.vectors) + e.index(v)) * e.index(s.lanes))
-        self.at = e.let("at", self.at_row * e.index(s.width) + self.unit)
+        self.at_row = e.let("row", self.top + m)
+        self.unit = e.let("unit", (self.units * self.tile.vectors + v) * s.lanes)
+        self.at = e.let("at", self.at_row * s.width + self.unit)
 
     def pointwise(self, m: int, v: int) -> None:
-        """Computes and stores all values of a row and vector."""
         self.locate(m, v)
         self.compute()
 
     def compute(self) -> None:
-        """Computes and stores the values of the stage at the row and vector at hand."""
+        """Computes and stores the values of the stage at the row and vector that :meth:`locate` has set."""
         e, stage = self.e, self.stage
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
@@ -146,7 +140,7 @@ class TileTask:
         if live is not None:
             states = o.graph.states
             results = {n: timeline.masked(live, r, self.value(states[n])) for n, r in results.items()}
-        after = self.t + e.index(1)
+        after = self.t + 1
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
         self.publish(live, results)
@@ -154,20 +148,21 @@ class TileTask:
     def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
         """Stores y; zero where the row takes no part."""
         e, s, o, timeline, traversal = self.e, self.s, self.o, self.o.timeline, self.o.traversal
-        y_row = timeline.at(self.t) * o.batch + self.at_row
-        own = o.graph.written * s.hidden
-        start = y_row * e.index(traversal.y_width(own)) + self.unit
-        if traversal.y_offset(own):
-            start = start + e.index(traversal.y_offset(own))
+        own, y_row = o.graph.written * s.hidden, timeline.at(self.t) * o.batch + self.at_row
+        start = y_row * traversal.y_width(own) + self.unit + traversal.y_offset(own)
         valid = e.tirx.Select(self.at_row < o.batch, e.index(s.hidden) - self.unit, e.index(0))
         outputs = [timeline.masked(live, v, e.splat(0.0)) for v in self.outputs or [results[o.graph.output]]]
         at, valid = e.let("y_at", start), e.let("valid", valid)
         for number, output in enumerate(outputs):
-            place = at + e.index(number * s.hidden) if number else at
-            e.vstore_part("y_part", o.data["y"], place, output, valid)
+            e.vstore_part("y_part", o.data["y"], at + number * s.hidden, output, valid)
+
+    def leave(self, row: Expr, values: Sequence[tuple[Place, Expr]]) -> None:
+        """Stores values of a ``row`` of the chunk: one past the batch is one of another step."""
+        with self.e.when(self.at_row < self.o.batch):
+            for place, value in values:
+                self.e.vstore(place.data, place.at(self.e, row) + self.unit, value)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
-        """The index of a hoisted value of a row of the chunk."""
         width = self.e.index(self.s.width)
         return (row * self.e.index(len(self.o.graph.hoisted_outputs)) + self.e.index(place)) * width + self.unit
 
@@ -212,7 +207,7 @@ class TileTask:
         if not place.units:
             row = o.row_of_chunk(self.first, self.t, self.at_row)
             return e.vload(place.data, place.at(e, row) + self.unit)
-        inside = e.tirx.Min(self.at_row, self.rows - e.index(1))
+        inside = e.tirx.Min(self.at_row, self.rows - 1)
         row = e.let("caller_row", self.first * o.batch + o.row_of_chunk(self.first, self.t, inside))
         start = e.let("caller_at", place.at(e, row) + self.unit)
         if place.units % self.s.lanes == 0 and self.s.width == place.units:
@@ -220,10 +215,9 @@ class TileTask:
         return e.vload_part("caller", place.data, start, e.let("caller_valid", e.index(place.units) - self.unit))
 
     def total(self, var: Var) -> tuple[TirBuffer, Expr]:
-        """The buffer that a statistic is in, and its index there."""
-        e, o = self.e, self.o
+        o = self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)
-        return o.data[name], self.at_row * e.index(len(places)) + e.index(places[var])
+        return o.data[name], self.at_row * len(places) + places[var]
 
     def real(self, var: Var, product: Expr) -> Expr:
         """A product of float32, from one of integers or of scaled factors."""
@@ -240,11 +234,9 @@ class TileTask:
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
 
     def x_leaf(self, offset: int) -> Expr:
-        """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
-        row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - e.index(1))
-        start = row * e.index(self.o.x_stride) + self.unit
-        start = e.let("x_at", start + e.index(offset) if offset else start)
+        row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - 1)
+        start = e.let("x_at", row * self.o.x_stride + self.unit + offset)
         valid = e.let("x_valid", e.index(s.hidden) - self.unit)
         return e.vload_part("x_part", self.o.data["x"], start, valid)
 
@@ -258,8 +250,7 @@ class RowTask:
 
     def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr, kind: type[TileTask] = TileTask) -> None:
         self.o, self.e, self.stage, self.span = owner, owner.e, stage, span
-        self.row, self.lanes = row, owner.shape.lanes
-        self.hidden, self.kind = owner.shape.hidden, kind
+        self.row, self.lanes, self.hidden, self.kind = row, owner.shape.lanes, owner.shape.hidden, kind
 
     def run(self) -> None:
         for s in self.stage.statistics:
@@ -269,14 +260,12 @@ class RowTask:
                 self.task(vector).pointwise(0, 0)
 
     def task(self, vector: Expr) -> TileTask:
-        """The task that has the values of a vector of units."""
         return self.kind(self.o, self.stage, ONE, self.span, vector, self.row)
 
     def summarize(self, s: Statistic) -> None:
         """The total, and in a second pass the squares."""
         e, count = self.e, s.count(self.hidden)
-        total = self.over(s, lambda value: value)
-        self.keep(s.total, total)
+        self.keep(s.total, total := self.over(s, lambda value: value))
         if s.squares is not None:
             mean = e.let("mean", e.splat(total * e.number(1.0 / count)))
 
@@ -290,7 +279,7 @@ class RowTask:
         """The sum of a function of all operands and of the statistic's units; or the largest."""
         e, lanes = self.e, self.lanes
         first, end = (0, self.hidden) if s.units is None else (s.units[0], sum(s.units))
-        whole = max(end // lanes - -(-first // lanes), 0)
+        start = -(-first // lanes)  # of whole vectors
         nothing = LOWEST[self.o.shape.real] if s.largest else 0.0
         sums = e.local("sums")
         e.vstore(sums, 0, e.splat(nothing))
@@ -308,18 +297,17 @@ class RowTask:
 
         def edge(vector: int) -> None:
             """One of the vectors that are of other units as well."""
-            lane, inside, before = e.ramp(0), None, vector * lanes
+            lane, before, bounds = e.ramp(0), vector * lanes, []
             if before < first:
-                inside = e.tirx.GE(lane, e.splat(first - before, "int64"))
+                bounds.append(e.tirx.GE(lane, e.splat(first - before, "int64")))
             if before + lanes > end:
-                below = e.tirx.LT(lane, e.splat(end - before, "int64"))
-                inside = below if inside is None else e.tirx.And(inside, below)
-            add(e.index(vector), inside)
+                bounds.append(e.tirx.LT(lane, e.splat(end - before, "int64")))
+            add(e.index(vector), reduce(e.tirx.And, bounds))
 
         if first % lanes:
             edge(first // lanes)
-        with e.loop("vector", whole) as vector:
-            add(vector if first == 0 else e.let("own_vector", vector + e.index(-(-first // lanes))), None)
+        with e.loop("vector", max(end // lanes - start, 0)) as vector:
+            add(vector if first == 0 else e.let("own_vector", vector + start), None)
         if end % lanes and (end // lanes != first // lanes or not first % lanes):
             edge(end // lanes)
         total = e.local("total")

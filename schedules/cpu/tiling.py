@@ -28,7 +28,7 @@ class Tile:
     rows: int
     vectors: int
     unroll: int  # how far k is unrolled
-    pairs: int = 0  # of how many values of k two are multiplied as a pair, see paired.py; 0: none
+    pairs: int = 0  # of how many values of k two are multiplied as a pair, see product.py; 0: none
     ahead: bool = False  # whether the next tile's weights are asked for meanwhile
     gates: int = 0  # of how many gates sums are in registers at the same time; 0: of all
 
@@ -61,8 +61,7 @@ class Shape:
         return "float64" if self.weights == "float64" else "float32"
 
     def units(self, tile: Tile) -> int:
-        """Unit tiles of a stage."""
-        return -(-self.hidden // (tile.vectors * self.lanes))
+        return -(-self.hidden // (tile.vectors * self.lanes))  # unit tiles of a stage
 
     @property
     def width(self) -> int:
@@ -77,7 +76,6 @@ class Shape:
 
 
 def lanes_of(device: Device, dtype: str = "float32") -> int:
-    """Lanes of a vector register, of that type."""
     wide = {"avx2", "avx"} & set(device.features)
     return (64 if "avx512f" in device.features else 32 if wide else 16) // ITEMSIZE[dtype]
 
@@ -89,8 +87,7 @@ def head_size(task: Task) -> int:
 
 
 def head_vectors(task: Task) -> int:
-    """A head in vectors; 0 without heads."""
-    return head_size(task) // lanes_for(task)
+    return head_size(task) // lanes_for(task)  # a head in vectors; 0 without heads
 
 
 def lanes_for(task: Task) -> int:
@@ -124,7 +121,6 @@ def vectors_of(columns: int, gates: int, head: int = 0) -> int:
 
 
 def row_choices(device: Device, most: int) -> tuple[int, ...]:
-    """Batch rows that a tile may have where there are ``most``."""
     return tuple(r for r in ROWS if r <= min(most, registers_of(device) - 2)) or (1,)
 
 
@@ -141,8 +137,6 @@ COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
 
 
 class CPUKnobs(Knobs):
-    """The knobs of ``cpu_sequence``."""
-
     rows: int = knob("batch rows of a register tile: reuse of weights against registers")
     columns: int = knob("vectors of gates and units in a tile: reuse of the state against even division of work")
     unroll: int = knob("products in a row without a jump: fewer jumps against larger code")
@@ -175,17 +169,15 @@ def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
 
 
 def gates_of(task: Task, name: str) -> int:
-    """Products of the stage of that name."""
     if name.startswith("phase"):
         return len(task.graph.phases[int(name.removeprefix("phase")) - 1].products)
     return len(task.graph.hoisted_products) if name == "hoisted" else 0
 
 
 def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
-    """The sizes that the code of a configuration is generated for."""
-    workload = task.workload
-    return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs),
-                 workload.stored, knobs.team)
+    w = task.workload
+    return Shape(w.batch, task.own_input, w.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs), w.stored,
+                 knobs.team)
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
@@ -195,24 +187,20 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
     ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
     ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones."""
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
-    tasks = count * units
 
     def of(rows: int, columns: int) -> float:
         # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
         sums, from_l2 = rows * columns, rates.l2_vector * columns
-        loads = rates.vector_load * columns + rows / 2
-        each = max(rates.fma * sums, rates.fma_latency, loads, from_l2)
+        each = max(rates.fma * sums, rates.fma_latency, rates.vector_load * columns + rows / 2, from_l2)
         if tile.pairs:  # every factor of the operand is a broadcast
             each = max(rates.fma * sums * (1 - 1 / tile.pairs), rates.fma_latency,
                        rates.vector_load * columns + sums / 2, from_l2) / PAIRS_REACH
         return each + rates.turn + stalls[0] * columns + stalls[1] * rows
 
-    def of_rows(rows: int) -> float:
-        return sum(of(rows, columns) for columns in tile.columns(gates))
-
+    costs = [(sum(of(rows, columns) for columns in tile.columns(gates)), many) for rows, many in heights.items()]
     if exact:
-        return busiest([(of_rows(rows), many) for rows, many in heights.items()], units, threads)
-    return -(-tasks // threads) * sum(many * of_rows(rows) for rows, many in heights.items()) / count
+        return busiest(costs, units, threads)
+    return -(-count * units // threads) * sum(many * cost for cost, many in costs) / count
 
 
 def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:

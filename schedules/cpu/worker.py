@@ -15,9 +15,8 @@ from math import prod
 from ecornn.analysis.step import Term
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu import paired
-from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu import product
+from ecornn.schedules.cpu.emit import Emitter, vector
 from ecornn.schedules.cpu.memory import Memory, Place, Span, Timeline
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
 from ecornn.schedules.cpu.stages import Stage, StepPlan, groups, operands
@@ -43,12 +42,10 @@ class Worker(Memory):
         return self.data[name]
 
     def add(self, buffer: Buffer) -> None:
-        """A buffer that the function shares with its caller."""
         self.buffers.append(buffer)
         self.data[buffer.name] = self.e.pointer(buffer.name, buffer.dtype)
 
     def declare_scalars(self) -> None:
-        """Declares the function's own parameters."""
         e = self.e
         self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
         self.steps, self.batch = e.scalar("T"), e.scalar("B")
@@ -71,12 +68,10 @@ class Worker(Memory):
                 self.kept[var] = self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(size))
 
     def declare_statistics(self, rows: int) -> None:
-        """Workspace for the statistics of a step's rows."""
         if self.totals:
             self.buffer("statistics", WORKSPACE, Extent(rows * len(self.totals)))
 
     def declare_products(self) -> None:
-        """Packed weights, and the workspace that products of some kinds take."""
         s = self.shape
         for stage in (stage for stage in (*self.plan.hoisted, *self.plan.steps) if stage.rows):
             for group in groups(stage.rows, s.tiles[stage.name].gates):
@@ -94,10 +89,13 @@ class Worker(Memory):
                         scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
                         self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
                     if s.weights == "int8":
-                        self.declare_integers(stage, number, k)
+                        rows, width = self.room(stage), -(-k // s.lanes) * s.lanes
+                        integers = self.workspace(stage, "integers", number, rows * width, "int8", "int32")
+                        factors = self.workspace(stage, "factors", number, rows)
+                        sums = self.workspace(stage, "sums", number, rows, "int32")
+                        self.integers[stage.name, number] = Integers(integers, factors, sums, k, width)
 
     def declare_constants(self) -> None:
-        """Parameter vectors, and what follows from parameters alone."""
         s, graph = self.shape, self.graph
         if graph.vectors:
             size = len(graph.vectors), s.width
@@ -107,52 +105,43 @@ class Worker(Memory):
             self.buffer("invariants", WORKSPACE, Extent(len(graph.invariants) * s.width))
 
     def invariants(self) -> None:
-        """Computes what follows from parameters alone."""
         e, s = self.e, self.shape
         if not self.graph.invariants:
             return
         with self.tasks("invariant", e.index(s.width // s.lanes)) as task:
-            unit = e.let("unit", task * e.index(s.lanes))
-            values: dict[Var, Expr] = {}
+            unit, values = e.let("unit", task * s.lanes), dict[Var, Expr]()
+
+            def at(var: Var) -> Expr:
+                return self.row[var] * s.width + unit
 
             def value(var: Var) -> Expr:
                 if var not in values:
-                    at = e.index(self.row[var] * s.width) + unit
-                    values[var] = e.let(var.name, e.cast(s.real, e.ramp(unit)) if var in self.numbers else
-                                        e.vload(self.data["vectors"], at))
+                    values[var] = e.let(var.name, e.cast(s.real, e.ramp(unit)) if var in self.numbers
+                                        else e.vload(self.data["vectors"], at(var)))
                 return values[var]
 
             for a in self.graph.invariants:
                 values[a.var] = e.let(a.var.name, vector(e, a.value, value))
-                e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
-
-    def declare_integers(self, stage: Stage, number: int, k: int) -> None:
-        """Workspace for the rows of an operand as integers."""
-        rows, width = self.room(stage), -(-k // self.shape.lanes) * self.shape.lanes
-        words = self.workspace(stage, "integers", number, rows * width, dtype="int8", element="int32")
-        factors = self.workspace(stage, "factors", number, rows)
-        sums = self.workspace(stage, "sums", number, rows, dtype="int32")
-        self.integers[stage.name, number] = Integers(words, factors, sums, k, width)
+                e.vstore(self.data["invariants"], at(a.var), values[a.var])
 
     def declare_paired(self, stage: Stage, number: int, terms: Sequence[Term], k: int) -> None:
         """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
         e, s, tile = self.e, self.shape, self.shape.tiles[stage.name]
-        packs = paired.packings(terms, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
+        packs = product.paired_packings(terms, s.hidden, k, tile.vectors, s.lanes, tile.pairs)
         for part, pack in packs.items():
             size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
             self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
-        room, width = self.room(stage), paired.width_of(k, tile.pairs, s.lanes)
+        room, width = self.room(stage), product.paired_width(k, tile.pairs, s.lanes)
         copies = [self.workspace(stage, "copy", number, room * width)]
         factors, sums = (self.workspace(stage, part, number, room) for part in ("factors", "sums"))
         for column in range(1, len(terms) * tile.vectors):
             alias = f"{stage.name}_copy_{number}_{column}"
             copies.append(e.pointer(alias))
             self.aliases[alias] = f"{stage.name}_copy_{number}"
-        self.paired[stage.name, number] = paired.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
+        self.paired[stage.name, number] = product.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
 
     def workspace(self, stage: Stage, part: str, number: int, size: int, dtype: str | None = None,
                   element: str | None = None) -> TirBuffer:
-        """Declares workspace for an operand of a stage."""
         return self.buffer(f"{stage.name}_{part}_{number}", WORKSPACE, Extent(size), dtype=dtype, element=element)
 
     def room(self, stage: Stage) -> int:
@@ -165,7 +154,7 @@ class Worker(Memory):
         """First of this thread's tasks among 0 .. total - 1, and one past the last."""
         e = self.e
         begin = e.let(f"{name}_begin", e.div(total * self.thread, self.threads))
-        return begin, e.let(f"{name}_end", e.div(total * (self.thread + e.index(1)), self.threads))
+        return begin, e.let(f"{name}_end", e.div(total * (self.thread + 1), self.threads))
 
     @contextmanager
     def tasks(self, name: str, total: Expr, back: Expr | None = None) -> Iterator[Expr]:
@@ -174,9 +163,7 @@ class Worker(Memory):
         begin, end = self.share(name, total)
         with e.loop(name, end - begin) as offset:
             task = begin + offset
-            if back is not None:
-                task = e.tirx.Select(back, end - e.index(1) - offset, task)
-            yield e.let(f"{name}_task", task)
+            yield e.let(f"{name}_task", task if back is None else e.tirx.Select(back, end - 1 - offset, task))
 
     @contextmanager
     def taken(self, name: str, total: Expr) -> Iterator[Expr]:
@@ -192,8 +179,7 @@ class Worker(Memory):
         e.stack.append([])
         yield e.let(f"{name}_task", e.load(place, 0))
         take()
-        body = e.block()
-        e.add(e.tirx.While(e.load(place, 0) < total, body))
+        e.add(e.tirx.While(e.load(place, 0) < total, e.block()))
 
     def one_by_one(self, stage: Stage) -> bool:
         """True if threads take the tasks of a stage as :meth:`taken` says."""
@@ -205,8 +191,7 @@ class Worker(Memory):
         e, before = self.e, 0
         begin, end = self.share(name, e.index(sum(totals)))
         for total in totals:
-            first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total),
-                                                                                      at - e.index(before))))
+            first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total), at - before)))
                            for which, at in (("first", begin), ("last", end)))
             yield e.loop(name, last - first, first)
             before += total
@@ -215,20 +200,20 @@ class Worker(Memory):
     def vectors_of(self, name: str, rows: Expr, row: str = "b") -> Iterator[tuple[Expr, Expr]]:
         """This thread's vectors of H units of ``rows`` rows: the number of the row, so named, and the first unit."""
         e, columns = self.e, -(-self.shape.hidden // self.shape.lanes)
-        with self.tasks(name, rows * e.index(columns)) as task:
-            yield e.let(row, e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(self.shape.lanes))
+        with self.tasks(name, rows * columns) as task:
+            yield e.let(row, e.div(task, columns)), e.let("unit", e.mod(task, columns) * self.shape.lanes)
 
     # -- steps ----------------------------------------------------------------------------------
     def begin(self, name: str, first: dict[str, TirBuffer]) -> None:
         """The states before the first step, from elements (B, H) of ``first``, else zeros; and invariants."""
         e, s = self.e, self.shape
         with self.vectors_of(name, e.index(s.padded_batch)) as (b, unit):
-            valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
-            at = b * e.index(s.hidden) + unit
+            valid = e.let("valid", e.tirx.Select(b < self.batch, s.hidden - unit, e.index(0)))
+            at = b * s.hidden + unit
             values = {n: e.vload_part(f"{n}_first", first[n], at, valid) if n in first else e.splat(0.0)
                       for n in self.graph.states}
             for state, value in self.timeline.started(e.index(0), b, values).items():
-                e.vstore(self.data[f"{state}_state"], b * e.index(s.width) + unit, value)
+                e.vstore(self.data[f"{state}_state"], b * s.width + unit, value)
         self.invariants()
 
     @contextmanager
@@ -236,7 +221,7 @@ class Worker(Memory):
         """Chunks of steps: the first one in the loop's order, the first one of x, and how many."""
         e, chunk = self.e, self.shape.chunk
         with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
-            first = e.let("first", number * e.index(chunk))
+            first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(e.index(chunk), self.steps - first))
             low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
             yield first, low, count
@@ -272,17 +257,16 @@ class Worker(Memory):
         # Every other step goes from the last tile to the first, so that it begins with the weights that the step before
         # has left in the caches. In one direction, weights of more than a cache push out just what is needed next.
         back = e.tirx.EQ(e.mod(t, 2), e.index(1)) if self.every_step(stage) else None
-        total = row_tiles * e.index(self.shape.units(tile))
+        total = row_tiles * self.shape.units(tile)
         mine = self.taken(stage.name, total) if self.one_by_one(stage) else self.tasks(stage.name, total, back)
         with mine as task:
             units, number = e.let("tile", e.div(task, row_tiles)), e.let("row_tile", e.mod(task, row_tiles))
-            top = e.let("top", number * e.index(tile.rows))
+            top = e.let("top", number * tile.rows)
             ahead = None
             if tile.ahead and back is not None:
                 begin, end = self.share(stage.name, total)
-                nearest = e.div(begin, row_tiles), e.div(end - e.index(1), row_tiles)
-                following = e.tirx.Select(back, e.tirx.Max(units - e.index(1), nearest[0]),
-                                          e.tirx.Min(units + e.index(1), nearest[1]))
+                least, most = e.div(begin, row_tiles), e.div(end - 1, row_tiles)
+                following = e.tirx.Select(back, e.tirx.Max(units - 1, least), e.tirx.Min(units + 1, most))
                 ahead = e.let("next", following), number, -(-self.shape.batch // tile.rows)
 
             def run(rows_of_tile: int) -> None:
@@ -293,9 +277,9 @@ class Worker(Memory):
                 return run(tile.rows)
             # the last rows of the batch are a tile of their own
             left = e.let("left", rows - top)
-            with e.when(left > e.index(short)):
+            with e.when(left > short):
                 run(tile.rows)
-            with e.when(left <= e.index(short)):
+            with e.when(left <= short):
                 run(short)
 
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
@@ -305,7 +289,7 @@ class Worker(Memory):
             integers = self.integers.get((stage.name, number))
             data, start, stride = self.operand(term.operand, first, t)
             with self.tasks("quantize" if integers else "prepare", rows) as row:
-                base = e.let("base", start + row * e.index(stride))
+                base = e.let("base", start + row * stride)
 
                 def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
                     return e.vload_part("operand", data, base + at, count)
@@ -313,7 +297,7 @@ class Worker(Memory):
                 if integers:
                     quantize_row(e, integers, row, load)
                 else:
-                    paired.prepare_row(e, self.paired[stage.name, number], row, load)
+                    product.prepare_row(e, self.paired[stage.name, number], row, load)
 
 
 class Pass(Worker):
@@ -345,7 +329,6 @@ class Pass(Worker):
 
     @property
     def places(self) -> dict[Var, Place]:
-        """The places of its values."""
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 
     def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:

@@ -25,8 +25,6 @@ from ecornn.schedules.timeline import row_arguments
 
 
 class ElementwiseKnobs(Knobs):
-    """The knobs of ``elementwise``."""
-
     units: int = knob("more units a thread: fewer and wider loads and stores; fewer: more threads")
     threads: int = knob("smaller blocks: spread over more multiprocessors; larger: fewer to start")
     prefetch: int = knob("steps that inputs are copied ahead: hides more of memory's latency, for shared memory")
@@ -36,16 +34,14 @@ class ElementwiseKnobs(Knobs):
 
 
 def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored = NOTHING) -> PrimFunc:
-    """The kernel: a thread has neighbouring units of one batch row for the whole sequence.
+    """The kernel ``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``, of an adjoint's
+    recurrence with ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too.
 
-    What a thread needs of hoisted inputs it copies itself, asynchronously, to a ring of slots in shared memory that
-    nobody else looks at, so that there is no barrier. Steps come in groups: the inputs of a group are waited for and
-    taken to registers, its steps are computed, unrolled, and the inputs of the group ``prefetch`` steps later are
-    copied to the slots that became free. (Loads to a ring of registers do as well for few steps ahead only: a warp
-    waits for several loads at once.)
-
-    ``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
-    ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
+    A thread has neighbouring units of one batch row. What it needs of hoisted inputs it copies itself, asynchronously,
+    to a ring of slots in shared memory that nobody else looks at, so that there is no barrier. Steps come in groups:
+    the inputs of a group are waited for and taken to registers, its steps are computed, unrolled, and the inputs of the
+    group ``prefetch`` steps later are copied to the slots that became free. (Loads to a ring of registers do as well
+    for few steps ahead only: a warp waits for several loads at once.)"""
     graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns = w.hidden // cut.units
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
@@ -70,8 +66,7 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
 
 
 def ring_words(cut: ElementwiseKnobs, hoisted: Hoisted) -> int:
-    """Words of a block's ring in shared memory."""
-    return cut.prefetch * cut.threads * hoisted.words(cut.units)
+    return cut.prefetch * cut.threads * hoisted.words(cut.units)  # words of a block's ring in shared memory
 
 
 class _Units:
@@ -95,9 +90,8 @@ class _Units:
         self.input = T.let("inputs_first", first * hoisted.row)
         self.inputs_apart = T.let("inputs_apart", apart * hoisted.row)
         values = self.graph.written * w.hidden
-        width, own = place.y_width(values), place.y_offset(values)
-        if place.backward:
-            width, own = task.row or len(self.graph.outputs) * w.hidden, 0
+        width, own = ((task.row or len(self.graph.outputs) * w.hidden, 0) if place.backward
+                      else (place.y_width(values), place.y_offset(values)))
         self.output = T.let("y_first", first * width + (unit + own))
         self.outputs_apart = T.let("y_apart", apart * width)
         self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
@@ -106,7 +100,6 @@ class _Units:
             self.kept_apart = T.let("kept_apart", apart * w.hidden)
 
     def run(self) -> None:
-        """Emits the whole sequence."""
         H, group = self.task.workload.hidden, self.group
         T.note("prologue: copies of the first groups of steps (cp.async), constants, states")
         ahead = self.prefetch // group if self.ring is not None else 0  # groups
@@ -153,7 +146,6 @@ class _Units:
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
     def _slot(self, slot: Expr, piece: Piece) -> Expr:
-        """The pointer to this thread's piece in a slot."""
         assert self.ring is not None, "there are hoisted values"
         words = self.hoisted.words(self.count)
         return self.ring.ptr_to([(slot * words + piece.register) * self.threads + self.thread * piece.words])
@@ -162,23 +154,24 @@ class _Units:
         """Begins to copy the inputs of a group of steps to the slots from ``slot`` on."""
         left = T.let("left", self.steps - number * self.group)
         first = T.let("first", self.input + T.cast(number * self.group, "int64") * self.inputs_apart)
+
+        def copy_step(i: int) -> None:
+            at = T.let("step_at", first + i * self.inputs_apart)
+            for p in self.hoisted.pieces(self.count):
+                source = self.arguments["hoisted"].ptr_to([at + (p.base + self.unit * p.apart)])
+                cp_async(self._slot(slot + i, p), source, 4 * p.words)
+
         with T.If(left >= self.group):
             with T.Then():
                 for i in range(self.group):
-                    self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
+                    copy_step(i)
             with T.Else():
                 for i in range(self.group - 1):
                     with T.when(left > i):
-                        self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
+                        copy_step(i)
         cp_async_commit()
 
-    def _copy_step(self, first: Expr, slot: Expr) -> None:
-        for p in self.hoisted.pieces(self.count):
-            source = self.arguments["hoisted"].ptr_to([first + (p.base + self.unit * p.apart)])
-            cp_async(self._slot(slot, p), source, 4 * p.words)
-
     def _take(self, i: int, slot: Expr) -> None:
-        """Loads the inputs of a group's step i from the slots of the group."""
         for p in self.hoisted.pieces(self.count):
             ld_shared(p.of(self.inputs, i), self._slot(slot + i, p), "b32" if self.hoisted.packed else "f32")
 
@@ -189,14 +182,11 @@ class _Units:
             T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
 
     def _step(self, i: int, t: Expr) -> None:
-        """Emits step t, the i-th of its group."""
         graph, timeline = self.graph, self.timeline
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
-        outputs: list[list[Expr]] = []  # of each unit
-        kept_values: dict[Spot, list[Expr]] = {}
-        loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
-        inputs = self.hoisted.values(loaded, self.count)
+        outputs, kept_values = list[list[Expr]](), dict[Spot, list[Expr]]()  # of each unit
+        inputs = self.hoisted.values([self.inputs[i, k] for k in range(self.hoisted.words(self.count))], self.count)
         for e in range(self.count):
             stored = [T.let(f"{name}_before", self.states[s, e]) for s, name in enumerate(graph.states)]
             before = timeline.started(fresh, stored)
@@ -207,15 +197,14 @@ class _Units:
             for s, value in enumerate(after.values()):
                 T.buffer_store(self.states, value, [s, e])
             made = [env[v] for v in graph.outputs]
-            if not made and not self.task.traversal.backward:
-                made = [after[graph.output]]
+            made += [] if made or self.task.traversal.backward else [after[graph.output]]
             outputs.append([for_products(timeline.masked(live, value, T.float32(0)), self.task) for value in made])
             for spot, value in self.kept.found(after, env).items():
                 kept_values.setdefault(spot, []).append(timeline.masked(live, value, T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
         for name in written_by(self.task):
             for o, made_here in enumerate(zip(*outputs, strict=True)):
-                self._store(name, at + o * self.task.workload.hidden if o else at, made_here)
+                self._store(name, at + o * self.task.workload.hidden, made_here)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
         rows = T.let("kept_row", self.first + T.cast(t, "int64") * self.apart) if self.kept.together else None
@@ -224,7 +213,6 @@ class _Units:
                         else spot.at(rows, self.unit, self.task.workload.hidden), values)
 
     def _store(self, name: str, at: Expr, values: Sequence[Expr]) -> None:
-        """Stores a step's values of the units, one beside the other."""
         into, dtype = self.arguments[name], self.task.workload.dtype
         if self.count == 1:
             T.buffer_store(into, T.cast(values[0], dtype), [at])
@@ -317,9 +305,7 @@ class Elementwise(Schedule[ElementwiseKnobs]):
                 "estimate": estimate(task, plan)}
 
     def recurrence(self, task: Task, plan: ElementwiseKnobs, kept: Stored = NOTHING) -> Component:
-        """The recurrence of a layer that stores what is ``kept`` besides; or of an adjoint: from ``hoisted``, as
-        :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``, and around it come
-        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`."""
+        """The recurrence of a layer, which stores what is ``kept`` besides, or of an adjoint."""
         blocks, name = _blocks(task, plan), keeping("sequence", kept)
         kernel = sequence_kernel(task, plan, blocks, kept)
         return Component({name: kernel}, calls=(Launch(name, blocks, plan.threads, _shared(task, plan)),))
@@ -355,34 +341,28 @@ def estimate(task: Task, plan: ElementwiseKnobs) -> float:
 
 
 def _step_bytes(task: Task, plan: ElementwiseKnobs) -> int:
-    """Bytes of a step that are read and written."""
     w, graph = task.workload, task.graph
     made = len(graph.outputs) if task.traversal.backward else graph.written
     return w.batch * w.hidden * (len(graph.hoisted_outputs) * _input_bytes(task, plan) + made * w.itemsize)
 
 
 def _input_bytes(task: Task, plan: ElementwiseKnobs) -> int:
-    """Bytes of a hoisted value."""
-    return task.workload.itemsize if plan.hoisted == "same" else 4
+    return task.workload.itemsize if plan.hoisted == "same" else 4  # bytes of a hoisted value
 
 
 def _scalars(task: Task, plan: ElementwiseKnobs) -> int:
-    """Scalars that are computed in unrolled code."""
-    return plan.units * plan.group * len(task.graph.prologue)
+    return plan.units * plan.group * len(task.graph.prologue)  # scalars that are computed in unrolled code
 
 
 def _registers(task: Task, plan: ElementwiseKnobs) -> int:
-    """Estimate of a thread's registers."""
-    graph, units, group = task.graph, plan.units, plan.group
+    graph, group = task.graph, plan.group
     kept = len(graph.states) + len(graph.invariant_outputs) + len(graph.hoisted_outputs) * group
-    return units * (kept + 2) + (3 * group if task.traversal.resets else 0) + REGISTERS
+    return plan.units * (kept + 2) + (3 * group if task.traversal.resets else 0) + REGISTERS
 
 
 def _shared(task: Task, plan: ElementwiseKnobs) -> int:
-    """Bytes of a block's shared memory."""
-    return 4 * ring_words(plan, hoisted_of(task, plan.hoisted))
+    return 4 * ring_words(plan, hoisted_of(task, plan.hoisted))  # bytes of a block's shared memory
 
 
 def _blocks(task: Task, plan: ElementwiseKnobs) -> int:
-    w = task.workload
-    return ceil_div(w.batch * w.hidden, plan.units * plan.threads)
+    return ceil_div(task.workload.batch * task.workload.hidden, plan.units * plan.threads)

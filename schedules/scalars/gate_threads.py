@@ -70,9 +70,8 @@ class GateThreads(ABC):
 
     Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The values of each item
     are in registers: constants, states, hoisted inputs of this step (``inputs``) and the next one (``ahead``), how far
-    its row goes (``limits``) and whether it starts anew (``fresh``). Of a column of sequences: the ``numbers`` in this
-    step and the next two, with the marks of pieces, and the state that the next step begins with if it is the first one
-    of a sequence or piece (``given``)."""
+    its row goes (``limits``), whether it starts anew (``fresh``); of a column of sequences the ``numbers`` in this step
+    and the next two, with the marks of pieces, and the state that a sequence or piece begins with (``given``)."""
 
     def __init__(self, kernel: SequenceKernel, share: Share, group: Expr, first: Expr, thread: Expr,
                  count: Expr | None = None) -> None:
@@ -124,10 +123,12 @@ class GateThreads(ABC):
         return T.let(name, value)
 
     def begin(self) -> None:
-        """Computes or loads what is known before the first step."""
         graph, H = self.graph, self.task.workload.hidden
         for i in range(self.items):
-            self._constants(i)
+            unit = T.let("at", T.min(self.unit[i], H - 1))
+            env = invariants(graph, vectors_at(graph.vectors, self.arguments["vectors"], H, unit), self.math)
+            for k, var in enumerate(graph.invariant_outputs):
+                T.buffer_store(self.constants, env[var], [i, k])
             if self.limits is not None:
                 T.buffer_store(self.limits, self.timeline.limit(T.min(self.row[i], self.batch - 1)), [i])
             if self.numbers is not None:
@@ -143,7 +144,6 @@ class GateThreads(ABC):
                     T.buffer_store(self.states, value, [i, s])
 
     def _number(self, t: Expr, i: int) -> Expr:
-        """The sequence of item i's column in step t."""
         return self.timeline.number(t, T.let("some_row", T.min(self.row[i], self.batch - 1)))
 
     def _begin_sequence(self, i: int, number: Expr, into: TirBuffer) -> None:
@@ -168,17 +168,9 @@ class GateThreads(ABC):
         return self.steps if self.limits is None else self.limits[i]
 
     def _live(self, i: int, t: Expr) -> Expr | None:
-        """True if item i's row takes part in step t; None: always."""
         if self.numbers is not None:
             return T.let("live", self.numbers[i, 0] >= 0)
         return self.timeline.live(t, self._limit(i))
-
-    def _constants(self, i: int) -> None:
-        graph, H = self.graph, self.task.workload.hidden
-        at = T.let("at", T.min(self.unit[i], H - 1))
-        env = invariants(graph, vectors_at(graph.vectors, self.arguments["vectors"], H, at), self.math)
-        for k, var in enumerate(graph.invariant_outputs):
-            T.buffer_store(self.constants, env[var], [i, k])
 
     def _fetch(self, t: Expr) -> None:
         """Loads the hoisted inputs of step t into ``ahead``, and whether a sequence starts there."""
@@ -203,7 +195,6 @@ class GateThreads(ABC):
             T.buffer_store(self.fresh, T.cast(self.timeline.fresh(t, row, self._limit(i)), "int32"), [i])
 
     def _load_inputs(self, t: Expr, into: TirBuffer) -> None:
-        """Loads the hoisted inputs of step t."""
         hoisted, nothing = self.hoisted, T.uint32(0) if self.hoisted.packed else T.float32(0)
         for i in range(self.items if hoisted.outputs else 0):
             for k in range(hoisted.words()):
@@ -231,11 +222,13 @@ class GateThreads(ABC):
             for k in range(len(self.graph.row_inputs)):
                 T.buffer_store(self.row_values[0], self.row_values[1][i, k], [i, k])
 
+    def _hoisted_values(self, i: int, loaded: TirBuffer) -> dict[Var, Expr]:
+        (values,) = self.hoisted.values([loaded[i, k] for k in range(self.hoisted.words())])
+        return dict(zip(self.graph.hoisted_outputs, values, strict=True))
+
     def _before(self, i: int) -> dict[Var, Expr]:
         """The values of an item that are known before the products of its step."""
-        graph, hoisted = self.graph, self.hoisted
-        (inputs,) = hoisted.values([self.inputs[i, k] for k in range(hoisted.words())])
-        env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
+        graph, env = self.graph, self._hoisted_values(i, self.inputs)
         env |= {v: self.row_values[0][i, k] for k, v in enumerate(graph.row_inputs)}
         env |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         env |= {v: self.states[i, s] for s, v in enumerate(graph.states.values())}
@@ -256,8 +249,7 @@ class GateThreads(ABC):
         following = {graph.states[name]: value for name, value in ended.following.items()}
         following |= {v: self.constants[i, k] for k, v in enumerate(graph.invariant_outputs)}
         if self.late:
-            (inputs,) = self.hoisted.values([self.ahead[i, k] for k in range(self.hoisted.words())])
-            following |= dict(zip(graph.hoisted_outputs, inputs, strict=True))
+            following |= self._hoisted_values(i, self.ahead)
         self._announce(i, 0, t + 1, emit(self.urgent.opening, following, self.math))
         return ended
 
@@ -317,9 +309,8 @@ class GateThreads(ABC):
         row = T.let("step_row", row) if self.kept else row
         at = row * width + self.unit[i]
         for o, value in enumerate(values):
-            place = first + o * H
-            T.buffer_store(self.arguments[name], T.cast(for_products(value, self.task), w.dtype),
-                           [at + place if place else at])
+            value = T.cast(for_products(value, self.task), w.dtype)
+            T.buffer_store(self.arguments[name], value, [at + (first + o * H)])
         for spot, value in self.kept.found(ended.new, ended.env).items():
             value = self.timeline.masked(ended.live, value, T.float32(0))
             T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(row, self.unit[i], H)])
@@ -357,12 +348,10 @@ def declare_start(task: Task, hoisted: Hoisted, math: str) -> SequenceKernel:
 
 
 def start_thread() -> Expr:
-    """The number of a thread of the kernel ahead, among those of all blocks."""
     return T.let("first", T.block(BLOCKS) * THREADS + T.thread(THREADS))
 
 
 def start_launch(early: bool = False) -> Launch:
-    """The launch of the kernel ahead, ``start``."""
     return Launch("start", BLOCKS, THREADS, early=early)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 from ecornn.analysis import Statistic, StepGraph
@@ -84,24 +85,21 @@ def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -
 
 
 class RowSums:
-    """Emits sums over all ``threads`` of a block, in a fixed order.
+    """Emits sums over all ``threads`` of a block, in a fixed order. ``memory``: shared memory, float32, of
+    :meth:`words` values."""
 
-    ``memory`` is shared memory, float32, from ``first`` on, of :meth:`words` values."""
-
-    def __init__(self, threads: int, thread: Expr, memory: TirBuffer, first: int = 0) -> None:
-        self.warps, self.thread, self.memory, self.first = threads // 32, thread, memory, first
+    def __init__(self, threads: int, thread: Expr, memory: TirBuffer) -> None:
+        self.warps, self.thread, self.memory = threads // 32, thread, memory
 
     @staticmethod
     def words(threads: int, statistics: Sequence[Statistic]) -> int:
-        """Floats of shared memory."""
-        return max(1, len(statistics)) * threads // 32
+        return max(1, len(statistics)) * threads // 32  # floats of shared memory
 
     def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
         """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread, and
         its number; twice where there are squares."""
-        found = Env()
-        for s, total in zip(statistics, self._over(statistics, each, lambda s, value: value), strict=True):
-            found[s.total] = total
+        totals = self._over(statistics, each, lambda s, value: value)
+        found = Env(zip((s.total for s in statistics), totals, strict=True))
         about = [s for s in statistics if s.squares is not None]
         means = {s: T.let("mean", found[s.total] * T.float32(1.0 / s.count(hidden))) for s in about}
 
@@ -109,19 +107,16 @@ class RowSums:
             apart = T.let("apart", value - means[s])
             return apart * apart
 
-        for s, total in zip(about, self._over(about, each, squared), strict=True):
-            found[s.squares] = total
-        return found
+        return found | Env(zip((s.squares for s in about), self._over(about, each, squared), strict=True))
 
     def _over(self, statistics: Sequence[Statistic], each: Each,
               function: Callable[[Statistic, Expr], Expr]) -> list[Expr]:
-        count = len(statistics)
-        if not count:
+        if not statistics:
             return []
-        sums = T.local("sums", (count,), "float32")  # a statistic each
         kinds = [s.largest for s in statistics]
-        for n in range(count):
-            T.buffer_store(sums, neutral(kinds[n]), [n])
+        sums = T.local("sums", (len(kinds),), "float32")  # a statistic each
+        for n, kind in enumerate(kinds):
+            T.buffer_store(sums, neutral(kind), [n])
 
         def add(env: Env, unit: Expr) -> None:
             for n, s in enumerate(statistics):
@@ -132,16 +127,14 @@ class RowSums:
 
         each(add)
         sync_block()  # what was there before has been read
-        for n, total in enumerate(across_warp([sums[n] for n in range(count)], largest=kinds)):
+        for n, total in enumerate(across_warp([sums[n] for n in range(len(kinds))], largest=kinds)):
             with T.when(self.thread % 32 == 0):
-                T.buffer_store(self.memory, total, [self.first + n * self.warps + self.thread // 32])
+                T.buffer_store(self.memory, total, [n * self.warps + self.thread // 32])
         sync_block()
         found = []
-        for n in range(count):
-            total = self.memory[self.first + n * self.warps]
-            for warp in range(1, self.warps):
-                total = combine(total, self.memory[self.first + n * self.warps + warp], kinds[n])
-            found.append(T.let("sum", total))
+        for n, kind in enumerate(kinds):
+            parts = (self.memory[n * self.warps + warp] for warp in range(self.warps))
+            found.append(T.let("sum", reduce(partial(combine, largest=kind), parts)))
         return found
 
 
@@ -154,8 +147,8 @@ def deferred(graph: StepGraph) -> StepGraph:
     known = {*(v.var for v in graph.vectors), *(a.var for a in graph.invariants)}
     read = [v for a in graph.normalized for v in variables(a.value) if v in known]
     return graph if not graph.hoisted_statistics else replace(
-        graph, hoisted_outputs=graph.projected, hoisted_statistics=(), normalized=(),
-        row_inputs=_made(graph), prologue=(*graph.normalized, *graph.prologue),
+        graph, hoisted_outputs=graph.projected, hoisted_statistics=(), normalized=(), row_inputs=_made(graph),
+        prologue=(*graph.normalized, *graph.prologue),
         invariant_outputs=tuple(dict.fromkeys((*graph.invariant_outputs, *read))))
 
 

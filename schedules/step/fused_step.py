@@ -1,7 +1,7 @@
-"""Fused step: one launch a step and phase, in plain float32 arithmetic. The fallback.
+"""Fused step, the fallback: one launch a step and phase, in plain float32 arithmetic, for every cell, size and GPU.
 
-It serves every cell, size and CUDA GPU. Gates never leave the chip: a launch multiplies, computes the cell's scalars
-and stores the new state. The input's products are hoisted out of time.
+Gates never leave the chip: a launch multiplies, computes the cell's scalars and stores the new state. The input's
+products are hoisted out of time.
 
 A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands and of the weights
 go through shared memory; a thread holds every gate of one unit for ``thread_rows`` batch rows. The K axis of a tile may
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from math import prod
 
 from ecornn.analysis import Product
@@ -46,8 +47,7 @@ class Tile(Knobs):
 
     @property
     def rows(self) -> int:
-        """Batch rows of a block."""
-        return self.thread_rows * self.groups
+        return self.thread_rows * self.groups  # batch rows of a block
 
     @property
     def threads(self) -> int:
@@ -80,10 +80,8 @@ def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...],
 
 class BlockProduct:
     """Emits the products ``rows`` of one block. ``memory``: the block's shared memory, float32: a tile of weights (k,
-    gate, unit) and one of the operands (operand, row, k); afterwards partial sums (part of K, row, gate, unit).
-
-    With ``heads``, of H = ``hidden``, the tile of the operands has their parts for each head of the block; a thread
-    reads that of its unit."""
+    gate, unit) and one of the operands (operand, row, k), with ``heads``, of H = ``hidden``, their parts for each head
+    of the block; afterwards partial sums (part of K, row, gate, unit)."""
 
     def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
                  hidden: int = 0) -> None:
@@ -95,9 +93,8 @@ class BlockProduct:
         self.part = T.let("part", thread // (tile.units * tile.groups))
 
     def run(self, weights: TirBuffer, block: Expr, inputs: int, operand: Callable[[int, Expr, Expr], Expr]) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`. ``operand(o, row, k)``: operand number o at a row
-        of the block and an index k below the padded K, or with heads below H, float32; zero or finite wherever a weight
-        is padding."""
+        """Leaves the partial sums in shared memory, for :meth:`sums`. ``operand(o, row, k)``: operand o, float32, at a
+        row of the block and an index k below the padded K, or with heads below H; finite where a weight is padding."""
         tile, gates = self.tile, len(self.rows)
         if self.heads > 1:
             first_head = T.let("first_head", block * tile.units // self.own)
@@ -114,10 +111,10 @@ class BlockProduct:
                 index = T.let("index", turn * tile.threads + self.thread)
                 with T.when(index < size):
                     T.buffer_store(self.memory, T.cast(weights[first + index], "float32"), [index])
-            vectors = len(self.operands) * self.near * tile.rows
-            with T.unroll("turn", ceil_div(vectors * tile.depth, tile.threads)) as turn:
+            count = len(self.operands) * self.near * tile.rows * tile.depth
+            with T.unroll("turn", ceil_div(count, tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
-                with T.when(index < vectors * tile.depth):
+                with T.when(index < count):
                     vector, k = T.let("vector", index // tile.depth), T.let("k", index % tile.depth)
                     row, of, at = vector % tile.rows, vector // tile.rows, chunk * tile.depth + k
                     if self.heads == 1:
@@ -129,35 +126,30 @@ class BlockProduct:
                         value = T.Select(inside, operand(of // self.near, row, place), T.float32(0))
                     T.buffer_store(self.memory, value, [size + vector * (tile.depth + 1) + k])
             sync_block()
-            steps = tile.depth // tile.split
-            inner = min(steps, UNROLL)  # whole tiles unrolled compile for seconds
-            with T.serial("outer", 0, steps // inner) as outer, T.unroll("turn", inner) as turn:
+            inner = min(tile.depth // tile.split, UNROLL)  # whole tiles unrolled compile for seconds
+            with T.serial("outer", 0, tile.depth // tile.split // inner) as outer, T.unroll("turn", inner) as turn:
                 self._multiply(acc, (outer * inner + turn) * tile.split + self.part, size)
         sync_block()  # partial sums overwrite the tiles
-        for g in range(gates):
-            for r in range(tile.thread_rows):
-                row = self.group * tile.thread_rows + r
-                T.buffer_store(self.memory, acc[g, r], [self._place(self.part, row, g, self.unit)])
+        for g, r in product(range(gates), range(tile.thread_rows)):
+            row = self.group * tile.thread_rows + r
+            T.buffer_store(self.memory, acc[g, r], [self._place(self.part, row, g, self.unit)])
         sync_block()
 
     def _multiply(self, acc: TirBuffer, k: Expr, size: int) -> None:
-        tile, gates = self.tile, len(self.rows)
-        row = self.group * tile.thread_rows
+        tile, gates, row = self.tile, len(self.rows), self.group * self.tile.thread_rows
         if self.near > 1:
             row = T.let("row", self.head * tile.rows + row)
         values = [[T.let("value", self.memory[size + (o * self.near * tile.rows + row + r) * (tile.depth + 1) + k])
                    for r in range(tile.thread_rows)] for o in range(len(self.operands))]
         for g, source in enumerate(self.rows):
             weight = T.let("weight", self.memory[(k * gates + g) * tile.units + self.unit])
-            for r in range(tile.thread_rows):
-                value = values[self.operands[source.term.operand]][r]
+            for r, value in enumerate(values[self.operands[source.term.operand]]):
                 T.buffer_store(acc, acc[g, r] + weight * value, [g, r])
 
     def _place(self, part: Expr, row: Expr, gate: int, unit: Expr) -> Expr:
         return ((part * self.tile.rows + row) * len(self.rows) + gate) * self.tile.units + unit
 
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
-        """The finished products of a row and a unit of the block."""
         found = {}
         for g, source in enumerate(self.rows):
             parts = [self.memory[self._place(part, row, g, unit)] for part in range(self.tile.split)]
@@ -166,11 +158,10 @@ class BlockProduct:
 
 
 def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) -> Component:
-    """The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU.
+    """The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU, if the cell has hoisted values;
+    :mod:`ecornn.schedules.gemm.projection` does it on tensor cores.
 
-        hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
-
-    Nothing where the cell has no hoisted values. :mod:`ecornn.schedules.gemm.projection` does it on tensor cores."""
+        hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors"""
     graph, blocks = task.graph, 2 * task.device.cores
     if not graph.hoisted_outputs:
         return Component()
@@ -195,7 +186,7 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
         memory = T.shared(tile.shared(gates, 1) // 4)  # BlockProduct's
         total = T.let("total", a["T"] * a["B"])
         turn = T.variable("turn", "int32", block)  # number of the tile
-        product = BlockProduct(tile, graph.hoisted_products, memory, thread)
+        products = BlockProduct(tile, graph.hoisted_products, memory, thread)
 
         def input_at(row0: Expr, row: Expr, k: Expr) -> Expr:
             inside = T.let("inside", T.And(row0 + row < total, k < I))
@@ -206,16 +197,15 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
         with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
             column, row0 = T.let("column", turn[0] % columns), T.let("row0", turn[0] // columns * tile.rows)
             if gates:
-                product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
+                products.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
             with T.serial("again", 0, ceil_div(tile.units * tile.rows, tile.threads)) as again:
                 item = T.let("item", again * tile.threads + thread)
                 row, unit = T.let("row", item // tile.units), T.let("unit", column * tile.units + item % tile.units)
-                inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
-                with T.when(inside):
-                    env = scalars.constants(unit) | product.sums(row, item % tile.units)
+                with T.when(T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))):
+                    env = scalars.constants(unit) | products.sums(row, item % tile.units)
                     for var, offset in offsets.items():
-                        at = T.cast(row0 + row, "int64") * rows + unit
-                        env[var] = T.let(var.name, T.cast(a["x"][at + offset if offset else at], "float32"))
+                        at = T.cast(row0 + row, "int64") * rows + unit + offset
+                        env[var] = T.let(var.name, T.cast(a["x"][at], "float32"))
                     env = emit(graph.hoisted, env)
                     first = T.let("first", T.cast(row0 + row, "int64") * (len(graph.projected) * H) + unit)
                     for q, var in enumerate(graph.projected):
@@ -244,8 +234,7 @@ class FusedStep(SearchedSchedule[Tile]):
         if task.traversal.backward:
             if most_heads(task.graph) > 1:
                 return f"step {task.graph.cell!r} has products with heads, of weights that are transposed"
-            task = plain(task)
-            if reason := beyond(task):
+            if reason := beyond(task := plain(task)):
                 return reason
         if self.best(task) is None:
             return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
@@ -272,8 +261,7 @@ class FusedStep(SearchedSchedule[Tile]):
         """The first one that fits: blocks as wide as the batch allows and threads to fill them, then less of it."""
         task = plain(task)
         exact = task.workload.dtype == "float32" or task.traversal.backward
-        batch, math = task.workload.batch, "exact" if exact else "fast"
-        most = max(1, 32 // max(_gates(task), 1))
+        batch, math, most = task.workload.batch, "exact" if exact else "fast", max(1, 32 // max(_gates(task), 1))
         rows = 1 << (min(batch, 32) - 1).bit_length()
         thread_rows = min(rows, 1 << (min(most, 8).bit_length() - 1))
         groups = min(8, rows // thread_rows)
@@ -329,7 +317,6 @@ def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Cal
 
 
 def _layout(task: Task, tile: Tile) -> Layout:
-    """The layout of what is exchanged: whole tiles."""
     width = ceil_div(task.workload.hidden, tile.depth) * tile.depth
     return Layout(ceil_div(task.workload.batch, tile.rows) * tile.rows, width, width)
 
@@ -341,7 +328,6 @@ def plain(task: Task) -> Task:
 
 
 def _shared_of(task: Task, tile: Tile, p: int) -> int:
-    """Bytes of shared memory of a phase's kernel."""
     if not task.graph.phases:
         return tile.shared(0, 0)
     phase = task.graph.phases[p]
@@ -355,9 +341,7 @@ def _shared(task: Task, tile: Tile) -> int:
 
 
 def _turns(task: Task, tile: Tile) -> int:
-    """Tiles along K that a step goes through."""
-    hidden = task.workload.hidden
-    inputs = [columns_of(p, hidden) for p in task.graph.phases] or [hidden]
+    inputs = [columns_of(p, task.workload.hidden) for p in task.graph.phases] or [task.workload.hidden]
     return sum(ceil_div(columns, tile.depth) for columns in inputs)
 
 
@@ -371,13 +355,11 @@ def estimate(task: Task, tile: Tile) -> float:
     most = ceil_div(_grid(task, tile), task.device.cores)
     weights = multiplied(task.graph, hidden) * tile.units // hidden  # of a block
     chain = weights * tile.rows / tile.threads
-    barriers = 2.0 * _turns(task, tile)
-    return launches + CHAINED * chain + most * (
-        TILE_BARRIER * barriers + WEIGHT * weights + PRODUCT * chain * tile.threads)
+    busiest = TILE_BARRIER * 2.0 * _turns(task, tile) + WEIGHT * weights + PRODUCT * chain * tile.threads
+    return launches + CHAINED * chain + most * busiest
 
 
 def _gates(task: Task) -> int:
-    """Gates of the product that has most."""
     return max(map(len, (task.graph.hoisted_products, *(phase.products for phase in task.graph.phases))))
 
 
@@ -387,8 +369,7 @@ def _grid(task: Task, tile: Tile) -> int:
 
 def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, name: str) -> PrimFunc:
     """The kernel ``name``: phase p of step t."""
-    w, graph = task.workload, task.graph
-    columns = ceil_div(w.hidden, tile.units)
+    w, graph, columns = task.workload, task.graph, ceil_div(task.workload.hidden, tile.units)
     rows = graph.phases[p].products if graph.phases else ()
     with T.kernel(name) as made:
         a = declare(buffers)
@@ -400,21 +381,21 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
         with T.when(row0 < a["B"]):
             T.note("products of a tile of units by batch rows, in FMA; K is split among the warps")
             heads = heads_of(graph.phases[p]) if graph.phases else 1
-            product = BlockProduct(tile, rows, memory, thread, heads, w.hidden)
+            products = BlockProduct(tile, rows, memory, thread, heads, w.hidden)
             if rows:
                 base = T.let("base", scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
-                source = a[f"operands_{p}"]
-                inputs = columns_of(graph.phases[p], w.hidden)
-                product.run(a[f"recurrent_{p}"], column, inputs, lambda o, row, k: T.cast(
-                    source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
-                    "float32"))
+
+                def operand(o: int, row: Expr, k: Expr) -> Expr:
+                    place = base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)
+                    return T.cast(a[f"operands_{p}"][place], "float32")
+
+                products.run(a[f"recurrent_{p}"], column, columns_of(graph.phases[p], w.hidden), operand)
             T.note("epilogue: the cell's scalars of each (batch row, unit), operands of the next products, y")
             with T.serial("turn", 0, ceil_div(tile.units * tile.rows, tile.threads)) as turn:
                 item = T.let("item", turn * tile.threads + thread)
                 row, unit = T.let("row", item // tile.units), T.let("unit", item % tile.units)
-                inside = T.And(item < tile.units * tile.rows,
-                               T.And(row0 + row < a["B"], column * tile.units + unit < w.hidden))
-                with T.when(inside):
+                inside = T.And(row0 + row < a["B"], column * tile.units + unit < w.hidden)
+                with T.when(T.And(item < tile.units * tile.rows, inside)):
                     b, j = T.let("b", row0 + row), T.let("j", column * tile.units + unit)
-                    scalars.finish(p, b, j, product.sums(row, unit), scalars.hoisted(b, j))
+                    scalars.finish(p, b, j, products.sums(row, unit), scalars.hoisted(b, j))
     return made()

@@ -48,7 +48,7 @@ class LayoutTransform(SearchedSchedule[TilePlan]):
         if next(self._candidates(task), None) is None:
             if (heads := most_heads(task.graph)) > 1:
                 return (f"cell {task.graph.cell!r} has heads of {task.workload.hidden // heads} units, which are no "
-                        f"whole tiles of tensor cores")
+                        "whole tiles of tensor cores")
             return f"cell {task.graph.cell!r} has too many gates for a block"
         return None
 
@@ -68,8 +68,7 @@ class LayoutTransform(SearchedSchedule[TilePlan]):
         return plan_of(task, TileKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
-        step = unit_step(task)
-        if (units := TileKnobs(config).units) % step:
+        if (units := TileKnobs(config).units) % (step := unit_step(task)):
             return f"units={units} is no multiple of {step}"
         plan, device = self.plan(task, config), task.device
         if plan.threads > 1024:
@@ -153,14 +152,12 @@ def estimate(task: Task, plan: TilePlan) -> float:
     trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%."""
     device, rates = task.device, gpu_rates(task.device)
     most = ceil_div(plan.columns * ceil_div(task.workload.batch, plan.rows), device.cores)
-    cost = SLOWER.get(plan.arithmetic, 1)
-    cycles = 0.0
+    cost, cycles = SLOWER.get(plan.arithmetic, 1), 0.0
     for p in range(len(plan.gates)):
         resident = max(1, min(device.shared // plan.shared(p), rates.threads // plan.threads,
                               device.registers // (plan.threads * plan.registers(p)), most))
-        tiles, octets = plan.tiles(p), plan.octets
+        tiles, octets, warps = plan.tiles(p), plan.octets, plan.row_warps * plan.batch_warps
         pairs = plan.turns(p) * plan.stage_pairs  # of a block
-        warps = plan.row_warps * plan.batch_warps
         copies = plan.turns(p) * plan.stage_words(p) * 4 / rates.l2_copied
         products = pairs * warps * 2 * tiles * octets * cost / 2 * rates.mma * 4 / min(4, warps * plan.split)
         fragments = pairs * warps * (2 * tiles + octets) * 512 / rates.fragments
@@ -207,10 +204,9 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
                                    scalars.hoisted(b, j) if hoisted is None else hoisted)
 
             T.note("epilogue: the cell's scalars of each (batch row, unit), operands of the next products, y")
-            if items <= AHEAD:
-                for i, hoisted in enumerate(ahead):
-                    finish(i, hoisted)
-            else:
+            for i, hoisted in enumerate(ahead):
+                finish(i, hoisted)
+            if items > AHEAD:
                 with T.serial("turn", 0, items) as turn:
                     finish(turn, None)
     return made()

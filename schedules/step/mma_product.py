@@ -8,6 +8,7 @@ four neighbouring words of a row: K is permuted alike in both operands, so any o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import gcd, lcm, prod
 
 from ecornn.analysis import Product
@@ -27,8 +28,6 @@ SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresse
 
 
 class TileKnobs(Knobs):
-    """The knobs of ``layout_transform``."""
-
     units: int = knob("fewer units a block: more blocks; more: fewer reads of the state")
     rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
     row_warps: int = knob("more warps over weight rows: fewer registers each, state read by each")
@@ -43,8 +42,6 @@ class TileKnobs(Knobs):
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How a configuration cuts the products of a step."""
-
     knobs: TileKnobs
     hidden: int
     dtype: str
@@ -67,8 +64,7 @@ class TilePlan:
 
     @property
     def columns(self) -> int:
-        """Blocks over the hidden units."""
-        return ceil_div(self.hidden, self.units)
+        return ceil_div(self.hidden, self.units)  # blocks over the hidden units
 
     @property
     def stage_pairs(self) -> int:
@@ -80,16 +76,13 @@ class TilePlan:
         return ceil_div(words(self.hidden, self.dtype), PAIR * self.stage_pairs) * self.stage_pairs
 
     def turns(self, p: int) -> int:
-        """Stages that a launch of phase p goes through."""
         return self.operands[p] * self.phase_pairs(p) // self.stage_pairs
 
     def own(self, p: int) -> int:
-        """Values of an operand of phase p that a unit multiplies."""
         return self.narrow[p][1] or self.hidden // self.heads[p]
 
     def blocks(self, p: int) -> int:
-        """Blocks over the hidden units that have weights."""
-        return ceil_div(self.narrow[p][0], self.units) or self.columns
+        return ceil_div(self.narrow[p][0], self.units) or self.columns  # blocks over the hidden units that have weights
 
     def share(self, p: int) -> float:
         """The part of H by H weights that a matrix of phase p has."""
@@ -108,13 +101,11 @@ class TilePlan:
         return self.gates[p] * self.units
 
     def tiles(self, p: int) -> int:
-        """m16 tiles of a warp."""
-        return self.weight_rows(p) // (16 * self.row_warps)
+        return self.weight_rows(p) // (16 * self.row_warps)  # m16 tiles of a warp
 
     @property
     def octets(self) -> int:
-        """n8 tiles of a warp."""
-        return self.rows // (8 * self.batch_warps)
+        return self.rows // (8 * self.batch_warps)  # n8 tiles of a warp
 
     def stage_words(self, p: int) -> int:
         return self.stage_pairs * PAIR * (self.weight_rows(p) + self.rows)
@@ -128,9 +119,7 @@ class TilePlan:
         return 4 * max(self.stages * self.stage_words(p), self.split * self.rows * self.stride(p))
 
     def registers(self, p: int) -> int:
-        """Estimate of a thread's registers."""
-        tiles, octets = self.tiles(p), self.octets
-        parts = 2 if self.arithmetic == "float32" else 1
+        tiles, octets, parts = self.tiles(p), self.octets, 2 if self.arithmetic == "float32" else 1
         return 4 * tiles * octets + parts * (8 * tiles + 4 * octets) + SPARE_REGISTERS
 
     def layout(self, batch: int) -> Layout:
@@ -146,7 +135,6 @@ def unit_step(task: Task) -> int:
 
 
 def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
-    """The plan of a configuration; it need not fit, ``check`` says that."""
     phases = task.graph.phases
     return TilePlan(knobs=knobs, hidden=task.workload.hidden, dtype=task.workload.dtype,
                     arithmetic=task.workload.arithmetic, units=knobs.units, rows=knobs.rows, row_warps=knobs.row_warps,
@@ -156,11 +144,10 @@ def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
 
 
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
-    """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
-
-    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there."""
+    """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words). What a block needs for a
+    stage is contiguous. Gates that do not read an operand have zeros there."""
     phase, n = task.graph.phases[p], per_word(plan.dtype)
-    sources = tuple(product.source(operand) for operand in phase.operands for product in phase.products)
+    sources = tuple(row.source(operand) for operand in phase.operands for row in phase.products)
     packing = packing_of(sources, (plan.operands[p], plan.gates[p]), (plan.blocks(p), plan.units),
                          (plan.phase_pairs(p), PAIR * n), (2, 0, 4, 1, 3, 5), plan.dtype,
                          transposed=phase.products[0].terms[0].transposed, heads=plan.heads[p])
@@ -183,19 +170,22 @@ class TensorProduct:
 
     def run(self, weights: TirBuffer, column: Expr, operands: TirBuffer, base: Expr, row0: Expr,
             layout: Layout) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`. ``column``: the block's place among
-        the units; ``row0``: its first batch row; ``base``: where operands start."""
+        """Leaves the partial sums in shared memory, for :meth:`sums`. ``column``: the block's place among the units;
+        ``row0``: its first batch row; ``base``: where operands start."""
         plan, p = self.plan, self.p
-        turns, own = plan.turns(p), plan.own(p)
+        turns, own, n = plan.turns(p), plan.own(p), per_word(self.plan.dtype)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None
         # (one chain, m16 tile of weight rows, n8 tile of batch rows, 4)
         acc = T.local("acc", (1, plan.tiles(p), plan.octets, 4), "float32")
-        with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as n, T.unroll("i", 4) as i:
-            T.buffer_store(acc, T.float32(0), [0, m, n, i])
+        with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as octet, T.unroll("i", 4) as i:
+            T.buffer_store(acc, T.float32(0), [0, m, octet, i])
 
         def load(turn: Expr) -> None:
             place = T.let("place", turn % plan.stages * plan.stage_words(p))
-            self._load_weights(weights, column, turn, place)
+            size = plan.stage_pairs * plan.weight_rows(p) * PAIR  # words
+            first = T.let("first", T.cast(column * turns + turn, "int64") * (size * n))
+            for index in self._copies(size // 4):
+                cp_async(self.shared.ptr_to([place + index * 4]), weights.ptr_to([first + index * (4 * n)]), 16)
             self._load_operand(operands, base, row0, turn, place, layout)
 
         T.note("prologue: the first stages of weights and state to shared memory (cp.async)")
@@ -215,7 +205,11 @@ class TensorProduct:
             self._multiply(acc, T.let("stage", turn % plan.stages * plan.stage_words(p)))
         T.note("partial sums of all warps to shared memory, where the stages were")
         sync_block()  # partial sums overwrite the stages
-        self._store_sums(acc)
+        row = self.part * plan.rows + self.batch_warp * (plan.octets * 8) + self.lane % 4 * 2
+        first = T.let("first", row * plan.stride(p) + self.row_warp * (plan.tiles(p) * 16) + self.lane // 4)
+        for m, octet, i in product(range(plan.tiles(p)), range(plan.octets), range(4)):
+            place = first + (octet * 8 + i % 2) * plan.stride(p) + m * 16 + i // 2 * 8
+            T.buffer_store(self.memory, acc[0, m, octet, i], [place])
         sync_block()
 
     def _copies(self, count: int) -> Expr:
@@ -223,19 +217,8 @@ class TensorProduct:
         threads = self.plan.threads
         for turn in range(ceil_div(count, threads)):
             index = T.let("index", turn * threads + self.thread)
-            if (turn + 1) * threads <= count:
+            with T.when((turn + 1) * threads <= count or index < count):
                 yield index
-            else:
-                with T.when(index < count):
-                    yield index
-
-    def _load_weights(self, weights: TirBuffer, column: Expr, turn: Expr, place: Expr) -> None:
-        plan, p = self.plan, self.p
-        size = plan.stage_pairs * plan.weight_rows(p) * PAIR  # words
-        first = T.let("first", T.cast(column * plan.turns(p) + turn, "int64") * (size * per_word(plan.dtype)))
-        for index in self._copies(size // 4):
-            cp_async(self.shared.ptr_to([place + index * 4]),
-                     weights.ptr_to([first + index * (4 * per_word(plan.dtype))]), 16)
 
     def _load_operand(self, operands: TirBuffer, base: Expr, row0: Expr, turn: Expr, place: Expr,
                       layout: Layout) -> None:
@@ -272,18 +255,7 @@ class TensorProduct:
             left, right = ([[of[v, i] for i in range(4)] for v in range(int(of.shape[0]))] for of in (a, b))
             multiply_pair(acc, 0, [row.__getitem__ for row in left], right, plan.arithmetic, apart=True)
 
-    def _store_sums(self, acc: TirBuffer) -> None:
-        plan, p = self.plan, self.p
-        row = self.part * plan.rows + self.batch_warp * (plan.octets * 8) + self.lane % 4 * 2
-        first = T.let("first", row * plan.stride(p) + self.row_warp * (plan.tiles(p) * 16) + self.lane // 4)
-        for m in range(plan.tiles(p)):
-            for n in range(plan.octets):
-                for i in range(4):
-                    place = first + (n * 8 + i % 2) * plan.stride(p) + m * 16 + i // 2 * 8
-                    T.buffer_store(self.memory, acc[0, m, n, i], [place])
-
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
-        """The finished products of a row and a unit of the block."""
         found, stride = {}, self.plan.stride(self.p)
         for g, source in enumerate(self.rows):
             place = row * stride + g * self.plan.units + unit

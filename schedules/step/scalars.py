@@ -42,11 +42,9 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements of one operand."""
-        return self.rows * self.width
+        return self.rows * self.width  # elements of one operand
 
     def place(self, row: Expr, unit: Expr) -> Expr:
-        """The index of element (row, unit)."""
         if self.block == self.width:
             return row * self.width + unit
         return (unit // self.block * self.rows + row) * self.block + unit % self.block
@@ -55,16 +53,13 @@ class Layout:
 def workspaces(task: Task, layout: Layout) -> list[Buffer]:
     """The workspaces that the top of this file names."""
     w, graph = task.workload, task.graph
-    found = [Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * w.batch * w.hidden))]
-    for p, phase in enumerate(graph.phases):
-        if phase.operands:
-            size = (2 if p == 0 else 1) * len(phase.operands) * layout.size
-            found.append(Buffer(f"operands_{p}", WORKSPACE, w.dtype, Extent(size)))
-    if names := liveness.carried(graph):
-        found.append(Buffer("carried", WORKSPACE, "float32", Extent(len(names) * w.batch * w.hidden)))
-    if names := liveness.statistics(graph):
-        found.append(Buffer("statistics", WORKSPACE, "float32", Extent(len(names) * w.batch)))
-    return found
+    sizes = {"states": len(graph.states) * w.batch * w.hidden}
+    sizes |= {f"operands_{p}": (2 if p == 0 else 1) * len(phase.operands) * layout.size
+              for p, phase in enumerate(graph.phases)}
+    sizes |= {"carried": len(liveness.carried(graph)) * w.batch * w.hidden,
+              "statistics": len(liveness.statistics(graph)) * w.batch}
+    return [Buffer(name, WORKSPACE, w.dtype if name.startswith("operands") else "float32", Extent(size))
+            for name, size in sizes.items() if size]
 
 
 def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
@@ -82,13 +77,10 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
     """The component that puts the states of the call into workspaces, and zeros behind the last unit; and a function
     that makes all steps, by what they store. ``around``: buffers of others that these use."""
     own, w = [*workspaces(task, layout), *weights], task.workload
-    buffers = [*around, *own]
-    calls: list[Fill | Launch] = []
-    if layout.width > w.hidden:  # 0 * NaN is not 0
-        calls = [Fill(b.name, 0, b.extent) for b in own if b.name.startswith("operands_")]
-    blocks = ceil_div(w.batch * w.hidden, BEGIN_THREADS)
-    calls.append(Launch("begin", blocks, BEGIN_THREADS))
-    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs, blocks)}, calls=tuple(calls))
+    buffers, blocks = [*around, *own], ceil_div(w.batch * w.hidden, BEGIN_THREADS)
+    padded = [b for b in own if b.name.startswith("operands_") and layout.width > w.hidden]  # 0 * NaN is not 0
+    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs, blocks)}, calls=(
+        *(Fill(b.name, 0, b.extent) for b in padded), Launch("begin", blocks, BEGIN_THREADS)))
 
     def loop(kept: Stored) -> Component:
         """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values
@@ -141,9 +133,8 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
 
 class StepScalars:
     """Emits what one thread does for one (batch row, hidden unit), between products and stores. ``arguments``: the
-    kernel's parameters, from :func:`declare`; what is kept is what has a buffer. ``math``: one of
-    :data:`ecornn.schedules.scalars.pointwise.MATH`. ``hoisted``: how hoisted values lie in memory, by default in
-    float32."""
+    kernel's parameters, from :func:`declare`; what is kept is what has a buffer. ``hoisted``: how hoisted values lie in
+    memory, by default in float32."""
 
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:
@@ -153,8 +144,7 @@ class StepScalars:
         keeps = task.traversal.keep is not None and any(name.endswith("_kept") for name in arguments)
         self.kept = stored(task) if keeps else NOTHING
         self.timeline = Timeline(task.traversal, arguments, arguments["T"], arguments["B"])
-        w = task.workload
-        largest = max(len(self.graph.states), len(self.carried)) * w.batch * w.hidden
+        largest = max(len(self.graph.states), len(self.carried)) * task.workload.batch * task.workload.hidden
         self.far = max(largest, 4 * layout.size) >= 1 << 31  # does int32 not reach every element?
 
     def wide(self, index: Expr) -> Expr:
@@ -162,20 +152,19 @@ class StepScalars:
         return T.cast(index, "int64") if self.far else index
 
     def at(self, number: int, row: Expr, unit: Expr) -> Expr:
-        """Place in ``states`` or ``carried`` of the vector ``number``."""
+        """The place in ``states`` or ``carried`` of the vector ``number``."""
         w = self.task.workload
         return (self.wide(row) + number * w.batch) * w.hidden + unit
 
     def constants(self, unit: Expr) -> dict[Var, Expr]:
-        """Values that depend on parameters only."""
         H = self.task.workload.hidden
         return invariants(self.graph, vectors_at(self.graph.vectors, self.arguments["vectors"], H, unit), self.math)
 
     def hoisted(self, row: Expr, unit: Expr, t: Expr | None = None) -> list[Expr]:
         """Loads the values that do not depend on the state, as they are in memory; of step ``t``, by default now."""
-        a = self.arguments
         if not self.inputs.outputs:
             return []
+        a = self.arguments
         row = T.cast(self.timeline.at(a["t"] if t is None else t) * a["B"] + row, "int64")
         return [T.let("hoisted", value) for value in self.inputs.load(a["hoisted"], row, unit)]
 
@@ -200,26 +189,23 @@ class StepScalars:
         following = timeline.started(timeline.fresh(a["t"] + 1, row, limit), after)
         self.store_states(row, unit, following)
         self.store_first_operands(row, unit, following, constants, a["t"] + 1, (a["t"] + 1) % 2)
-        if self.task.traversal.backward:
-            width = self.task.row or len(graph.outputs) * self.task.workload.hidden  # of rows (T, B, O, H)
-            at = T.let("at", self._step_row(row) * width + unit)
-            self._store_outputs("outputs", at, [env[v] for v in graph.outputs], live)
+        traversal, step_row, outputs = self.task.traversal, self._step_row(row), [env[v] for v in graph.outputs]
+        if traversal.backward:
+            width = self.task.row or len(outputs) * self.task.workload.hidden  # of rows (T, B, O, H)
+            self._store_outputs("outputs", T.let("at", step_row * width + unit), outputs, live)
             self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
             return
         results = dict(zip(graph.results, after, strict=True))
-        outputs = [env[v] for v in graph.outputs] or [results[graph.output]]
+        own = graph.written * self.task.workload.hidden
+        at = T.let("at", step_row * traversal.y_width(own) + unit + traversal.y_offset(own))
+        self._store_outputs("y", at, outputs or [results[graph.output]], live)
         kept = {Spot(f"{s}_kept"): results[s] for s in self.kept.states} | values
-        self._store_results(row, unit, results, outputs, kept, live)
+        self._keep(step_row, unit, kept, live)
+        self._leave(row, unit, results)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
         """The values that the statistics of phase ``p`` read; ``known``: those of this row that this kernel made."""
         return self._environment(p, row, unit, known, self.hoisted(row, unit))[2] | known
-
-    def store_statistics(self, p: int, row: Expr, values: dict[Var, Expr]) -> None:
-        """Stores the statistics of phase ``p``, for later kernels."""
-        for number, (var, made) in enumerate(self.statistics.items()):
-            if made == p:
-                T.buffer_store(self.arguments["statistics"], values[var], [number * self.task.workload.batch + row])
 
     def _environment(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr],
                      loaded: list[Expr]) -> tuple[list[Expr], dict[Var, Expr], dict[Var, Expr]]:
@@ -243,7 +229,6 @@ class StepScalars:
                 for s, name in enumerate(self.graph.states)]
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
-        """Stores the states, float32, in the order of ``graph.states``."""
         for s, value in enumerate(values):
             T.buffer_store(self.arguments["states"], value, [self.at(s, row, unit)])
 
@@ -258,31 +243,20 @@ class StepScalars:
             self._store_operands(0, row, unit, emit(liveness.before_first(self.graph), env, self.math), parity)
 
     def operand_base(self, p: int, parity: Expr) -> Expr:
-        """First element of phase p's operands."""
         return self.wide(parity) * (len(self.graph.phases[p].operands) * self.layout.size)
 
     def _store_operands(self, p: int, row: Expr, unit: Expr, env: dict[Var, Expr], parity: Expr) -> None:
-        dtype = self.task.workload.dtype
-        if not self.graph.phases[p].operands:
+        dtype, operands = self.task.workload.dtype, self.graph.phases[p].operands
+        if not operands:
             return
         place = T.let("place", self.operand_base(p, parity) + self.layout.place(self.wide(row), unit))
-        for o, operand in enumerate(self.graph.phases[p].operands):
+        for o, operand in enumerate(operands):
             T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype), [place + o * self.layout.size])
 
     def _step_row(self, row: Expr) -> Expr:
         a = self.arguments
         place = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
         return T.let("step_row", place) if self.kept else place
-
-    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], outputs: list[Expr], kept: dict[Spot, Expr],
-                       live: Expr | None) -> None:
-        traversal, step_row = self.task.traversal, self._step_row(row)
-        own = len(outputs) * self.task.workload.hidden
-        first = step_row * traversal.y_width(own) + unit
-        at = T.let("at", first + traversal.y_offset(own) if traversal.y_offset(own) else first)
-        self._store_outputs("y", at, outputs, live)
-        self._keep(step_row, unit, kept, live)
-        self._leave(row, unit, after)
 
     def _keep(self, step_row: Expr, unit: Expr, values: dict[Spot, Expr], live: Expr | None) -> None:
         w = self.task.workload
@@ -295,17 +269,13 @@ class StepScalars:
         w = self.task.workload
         for o, output in enumerate(outputs):
             value = for_products(self.timeline.masked(live, output, T.float32(0)), self.task)
-            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [at + o * w.hidden if o else at])
+            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [at + o * w.hidden])
 
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
-        """Stores the last states, at the end."""
         a = self.arguments
         with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
-
-
-MOST_THREADS = 1024
 
 
 def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
@@ -314,7 +284,7 @@ def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, 
     another without a product, and all scalars of those without one. A thread owns some units of the row, so that it
     finds again what it kept of them for a later phase."""
     w, graph = task.workload, task.graph
-    threads = min(MOST_THREADS, ceil_div(w.hidden, 32) * 32)
+    threads = min(1024, ceil_div(w.hidden, 32) * 32)
     words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
     with T.kernel(name) as made:
         a = declare(buffers)
@@ -326,20 +296,17 @@ def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, 
             T.note("a CTA a batch row: statistics over its units, then the scalars of phases without a product")
             sums, found = RowSums(threads, thread, memory), Env()
 
-            def units(function: Callable[[Expr], None]) -> None:
-                with T.strided("unit", w.hidden, thread, threads) as unit:
-                    function(unit)
-
             def visit(p: int, known: Env, function: Callable[[Env, Expr], None]) -> None:
-                units(lambda unit: function(scalars.before(p, row, unit, known), unit))
-
-            def finish(p: int, known: Env, unit: Expr) -> None:
-                scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
+                with T.strided("unit", w.hidden, thread, threads) as unit:
+                    function(scalars.before(p, row, unit, known), unit)
 
             for p in phases:
                 found |= sums.statistics(graph.phases[p].statistics, w.hidden, partial(visit, p, dict(found)))
-                with T.when(thread == 0):
-                    scalars.store_statistics(p, row, found)
+                with T.when(thread == 0):  # stores those of this phase, for later kernels
+                    for number, (var, maker) in enumerate(scalars.statistics.items()):
+                        if maker == p:
+                            T.buffer_store(a["statistics"], found[var], [number * w.batch + row])
                 if not graph.phases[p].products:
-                    units(partial(finish, p, dict(found)))
+                    with T.strided("unit", w.hidden, thread, threads) as unit:
+                        scalars.finish(p, row, unit, dict(found), scalars.hoisted(row, unit))
     return made(), Launch(name, w.batch, threads, 4 * words)

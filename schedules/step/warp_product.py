@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
@@ -63,8 +64,7 @@ class RowsInMemory:
 
 
 def whole_pieces(values: int, dtype: str) -> bool:
-    """True if so many values are whole pieces of 16 bytes."""
-    return values * 4 % (16 * per_word(dtype)) == 0
+    return values * 4 % (16 * per_word(dtype)) == 0  # true if so many values are whole pieces of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class StagedRows:
         ld_shared([into[slot, octet, i] for i in range(4)], self.words.ptr_to([self.first + at]))
 
     def clear(self, thread: Expr, threads: int) -> None:
-        """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
         behind = row - own
         with T.strided("item", self.rows * behind, thread, threads) as item:
@@ -127,33 +126,27 @@ class Share:
 
     @property
     def groups(self) -> int:
-        """Groups of eight weight rows."""
-        return self.gates * self.units // 8
+        return self.gates * self.units // 8  # groups of eight weight rows
 
     @property
     def tiles(self) -> int:
-        """m16 tiles, of which the last one may have one group."""
-        return ceil_div(self.groups, 2)
+        return ceil_div(self.groups, 2)  # m16 tiles, of which the last one may have one group
 
     @property
     def octets(self) -> int:
-        """n8 tiles."""
-        return self.rows // 8
+        return self.rows // 8  # n8 tiles
 
     @property
     def pairs(self) -> int:
-        """Pairs of k-tiles."""
-        return ceil_div(words(self.width, self.dtype), PAIR)
+        return ceil_div(words(self.width, self.dtype), PAIR)  # pairs of k-tiles
 
     @property
     def turns(self) -> int:
-        """Pairs of a warp."""
-        return ceil_div(self.pairs, self.warps)
+        return ceil_div(self.pairs, self.warps)  # pairs of a warp
 
     @property
     def slots(self) -> int:
-        """Pairs that a warp keeps in registers."""
-        return min(self.ahead, self.turns)
+        return min(self.ahead, self.turns)  # pairs that a warp keeps in registers
 
     @property
     def stride(self) -> int:
@@ -162,30 +155,25 @@ class Share:
 
     @property
     def floats(self) -> int:
-        """Floats of the sums of all warps."""
-        return self.warps * self.rows * self.stride
+        return self.warps * self.rows * self.stride  # floats of the sums of all warps
 
     @property
     def registers(self) -> int:
-        """Registers of a thread, for sums and operands."""
         parts = 2 if self.arithmetic == "float32" else 1
         return 4 * (self.tiles * self.octets + self.slots * self.groups + self.operand_slots * self.octets
                     + (parts - 1) * (2 * self.tiles + self.octets))
 
     @property
     def operand_slots(self) -> int:
-        """Pairs of what it multiplies that a warp keeps in registers."""
-        return 1 if self.staged else self.slots
+        return 1 if self.staged else self.slots  # pairs of what it multiplies that a warp keeps in registers
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights of a pair of k-tiles."""
-        return self.groups * GROUP * 4
+        return self.groups * GROUP * 4  # bytes of weights of a pair of k-tiles
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of what is multiplied, of a pair of k-tiles."""
-        return self.octets * GROUP * 4
+        return self.octets * GROUP * 4  # bytes of what is multiplied, of a pair of k-tiles
 
     def weights(self, name: str, products: tuple[Product, ...], columns: int) -> Buffer:
         """Packed weights: (block, pair of k-tiles, gate, unit, 16 words)."""
@@ -203,9 +191,8 @@ class WarpProduct:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
 
     def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
-        """Leaves the warp's sums in shared memory.
-
-        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read."""
+        """Leaves the warp's sums in shared memory. ``column``: the block's place among the units; ``before`` emits what
+        must come before ``operand`` is read."""
         share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (1, share.tiles, share.octets, 4), "float32")  # of one chain
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
@@ -257,11 +244,8 @@ class WarpProduct:
         share = self.share
         pair = T.let("pair", turn * share.warps + self.warp)
         beyond = not isinstance(turn, int) if beyond is None else beyond
-        if share.pairs % share.warps == 0 and not beyond:
+        with T.when((share.pairs % share.warps == 0 and not beyond) or pair < share.pairs):
             yield pair
-        else:
-            with T.when(pair < share.pairs):
-                yield pair
 
     def _multiply(self, slot: int, operand: int) -> None:
         share = self.share
@@ -274,12 +258,10 @@ class WarpProduct:
         share = self.share
         row = self.warp * share.rows + self.lane % 4 * 2
         first = T.let("first", row * share.stride + self.lane // 4 + self.first)
-        for m in range(share.tiles):
-            for n in range(share.octets):
-                for i in range(4):
-                    if 2 * m + i // 2 < share.groups:
-                        place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
-                        T.buffer_store(self.memory, self.acc[0, m, n, i], [place])
+        for m, n, i in product(range(share.tiles), range(share.octets), range(4)):
+            if 2 * m + i // 2 < share.groups:
+                place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
+                T.buffer_store(self.memory, self.acc[0, m, n, i], [place])
 
 
 def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ecornn.analysis import Product
 from ecornn.analysis.liveness import late_operands
@@ -29,8 +30,6 @@ from ecornn.workload import FEW
 
 
 class StepKnobs(Knobs):
-    """The knobs of ``whole_step``."""
-
     units: int = knob("fewer units a block: more blocks; more: fewer reads of x and the state")
     rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
     warps: int = knob("more warps that share K: more loads under way, more sums to add")
@@ -62,7 +61,6 @@ class StepPlan:
 
     @property
     def staged(self) -> int:
-        """Words of x and the state in shared memory."""
         return sum(self.rows * staged_words(share.width, share.dtype) for share in self.shares if share.staged)
 
     @property
@@ -78,7 +76,6 @@ class StepPlan:
 
     @property
     def moved(self) -> float:
-        """Bytes that a block reads."""
         return sum(share.pairs * (share.weight_bytes + share.operand_bytes / self.cluster) for share in self.shares)
 
     def blocks(self, batch: int) -> int:
@@ -111,7 +108,6 @@ def plan_of(task: Task, knobs: StepKnobs) -> StepPlan:
 
 
 def operand_of(task: Task) -> str:
-    """The name of the state that is multiplied."""
     (operand,) = task.graph.phases[0].operands
     return next(name for name, var in task.graph.states.items() if var.same_as(operand))
 
@@ -137,7 +133,6 @@ class StepStates(StepScalars):
         return self.timeline.started(self.begins(row), found)
 
     def prefetch(self, row: Expr, unit: Expr) -> None:
-        """Asks for what :meth:`states_before` reads."""
         a = self.arguments
         with T.If(a["t"] == 0):
             with T.Then():
@@ -163,7 +158,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
     """``step``: step t, whole."""
     w, graph, products = task.workload, task.graph, products_of(task)
     H, shares = w.hidden, plan.shares
-    firsts = [sum(share.floats for share in shares[:i]) for i in range(len(shares))]
+    *firsts, floats = accumulate((share.floats for share in shares), initial=0)
     with T.kernel("step") as made:
         a = declare(buffers)
         scalars = StepStates(task, Layout(w.batch, H, H), a, plan.knobs.math)  # states as the caller's lie
@@ -179,20 +174,25 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
         with T.when(row0 < a["B"]):
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
             time = T.let("time", scalars.timeline.at(a["t"]))
-            _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
+            count = len(graph.vectors) * plan.units
+            for first in range(0, count, plan.threads):  # the block's part of each vector is needed at the end
+                item = T.let("item", first + thread)
+                unit = T.let("unit", column * plan.units + item % plan.units)
+                with T.when(T.And(item < count, unit < H)):
+                    isa.prefetch_l1(a["vectors"].ptr_to([item // plan.units * H + unit]))
 
             def start(i: int, row: Expr) -> Expr:
                 """The index where a row begins of what share i multiplies; nobody reads sums of rows behind B."""
                 row = T.let("row", T.min(row0 + row, a["B"] - 1))
-                if i == len(shares) - 1:
-                    return T.let("start", scalars.wide(row) * H)
-                return T.let("start", T.cast(time * a["B"] + row, "int64") * w.input)
+                of_state = i == len(shares) - 1
+                return T.let("start", scalars.wide(row) * H if of_state
+                             else T.cast(time * a["B"] + row, "int64") * w.input)
 
             T.note("MMA warps: products of x and of the state, each warp a part of K")
             sources = [a["x"], a["state_before"]][-len(shares):]
             words, staged = memory.view("uint32"), []
             if plan.cluster > 1:
-                place = sum(share.floats for share in shares)
+                place = floats
                 for share in shares:
                     staged.append(StagedRows(words, place, plan.rows, share.width, w.dtype, T.let("row", lane // 4)))
                     place += plan.rows * staged_words(share.width, w.dtype)
@@ -224,11 +224,9 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
             def multiply(i: int) -> None:
                 """Emits share i, which is of x unless it is the last one."""
                 share, of_state = shares[i], i == len(shares) - 1
-                if plan.cluster > 1:
-                    operand: Operand = staged[i]
-                else:
-                    starts = [start(i, n * 8 + lane // 4) for n in range(share.octets)]
-                    operand = RowsInMemory(sources[i], starts, share.width, H if of_state else w.input, w.dtype)
+                operand: Operand = staged[i] if plan.cluster > 1 else RowsInMemory(
+                    sources[i], [start(i, n * 8 + lane // 4) for n in range(share.octets)], share.width,
+                    H if of_state else w.input, w.dtype)
                 own = warp if i == 0 else T.let("own_warp", warp - shares[0].warps)
                 WarpProduct(share, memory, firsts[i], own, lane).run(
                     a["recurrent_0" if of_state else "input_weights"], column, operand, before)
@@ -260,15 +258,6 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
                         var: T.let(var.name, T.Select(begins, T.float32(0), value)) for var, value in found[-1].items()}
                     scalars.finish(0, b, j, products_of_state, hoisted)
     return made()
-
-
-def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thread: Expr, hidden: int) -> None:
-    """Asks for the block's part of each parameter vector, which is needed at the end."""
-    for first in range(0, count * plan.units, plan.threads):
-        item = T.let("item", first + thread)
-        unit = T.let("unit", column * plan.units + item % plan.units)
-        with T.when(T.And(item < count * plan.units, unit < hidden)):
-            isa.prefetch_l1(vectors.ptr_to([item // plan.units * hidden + unit]))
 
 
 def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,
@@ -339,8 +328,7 @@ class WholeStep(SearchedSchedule[StepPlan]):
         return no_room(task.device, plan.shared, plan.threads, registers)
 
     def search(self, task: Task) -> Config | None:
-        def order(config: Config) -> tuple[float, int, bool]:
-            """The estimate, then most warps: of blocks with equal estimates those with more were 3 to 30% faster."""
+        def order(config: Config) -> tuple[float, int, bool]:  # with equal estimates more warps were 3 to 30% faster
             return estimate(task, plan := self.plan(task, config)), -plan.knobs.warps, plan.knobs.ahead == 1
 
         return min(self._candidates(task), key=order, default=None)

@@ -10,7 +10,7 @@ from ecornn.build.module import build_module
 from ecornn.host_cpu import detect
 from ecornn.manifest import Manifest
 from ecornn.program import Buffer, Parallel, Program
-from ecornn.schedules.cpu import math
+from ecornn.schedules.cpu import emit as math
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.tiling import lanes_of
 from ecornn.workload import Workload

@@ -19,7 +19,7 @@ from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, Tile, beyond_l2, head_vectors, tile_for
 from ecornn.schedules.cpu.training.backward import BackwardWorker
 from ecornn.schedules.cpu.training.parts import Backward, backward_plans
-from ecornn.schedules.keeping import kept_buffers, value_buffers
+from ecornn.schedules.keeping import Stored
 from ecornn.schedules.rates import cpu_rates
 from ecornn.workload import Traversal
 
@@ -48,7 +48,6 @@ def training_program(task: Task, shape: Shape) -> Program:
 
 
 def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape, Shape]:
-    """Tiles of the parts of H units, and of the gradient of x."""
     work = task.workload
     chunk, none = max(1, CHUNK_ROWS // work.batch), {"none": Tile(1, 1, 1)}
 
@@ -78,19 +77,18 @@ class KeepingTask(TileTask):
     def compute(self) -> None:
         made = {name: self.value(var) for name, var in self.o.written.get(self.stage.name, {}).items()}
         super().compute()
-        row = self.at_row
         if self.stage.level < 0:  # of all steps of the chunk
-            self.store(self.first * self.o.batch + row, self.rows, made)
+            self.store(self.first * self.o.batch + self.at_row, self.rows, made)
         elif made:
-            self.store(self.o.timeline.at(self.t) * self.o.batch + row, self.o.batch, made)
+            self.store(self.o.timeline.at(self.t) * self.o.batch + self.at_row, self.o.batch, made)
 
     def store(self, row: Expr, rows: Expr, values: Mapping[str, Expr]) -> None:
         """Stores values at a ``row`` of all steps, if this one is among the first ``rows`` of the stage."""
         e, hidden = self.e, self.s.hidden
         if not values:
             return
-        at = e.let("kept_at", row * e.index(hidden) + self.unit)
-        valid = e.let("kept", e.tirx.Select(self.at_row < rows, e.index(hidden) - self.unit, e.index(0)))
+        at = e.let("kept_at", row * hidden + self.unit)
+        valid = e.let("kept", e.tirx.Select(self.at_row < rows, hidden - self.unit, e.index(0)))
         for name, value in values.items():
             e.vstore_part("kept_part", self.o.data[name], at, value, valid)
 
@@ -124,11 +122,9 @@ class KeepingSequence(Sequence):
         level = self.plan.level[var]
         if level < 0 and var not in self.place:
             return next(s for s in self.plan.hoisted if s.level >= level)
-        # statistics of a row are left to the stage behind, which has all units
-        return next((s for s in self.plan.steps if s.level >= level and s.finishes), self.plan.steps[-1])
+        return self.plan.maker(var)
 
     def declare(self) -> None:
         super().declare()
-        size = self.shape.batch, self.shape.hidden, self.shape.real
-        for buffer in (*kept_buffers(self.states, *size), *value_buffers(len(self.values), *size)):
+        for buffer in Stored(self.states, self.values).buffers(self.shape.batch, self.shape.hidden, self.shape.real):
             self.add(buffer)

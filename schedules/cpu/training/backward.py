@@ -19,29 +19,25 @@ from ecornn.program import BACKWARD, ENTRIES, KEPT, TENSORS, WORKSPACE, Extent
 from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
-from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.cpu.emit import Emitter, vector
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.stages import Stage, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
-from ecornn.schedules.cpu.training.outer import Outer, OuterProducts
-from ecornn.schedules.cpu.training.parts import Backward, Copy, Recurrence, gather
+from ecornn.schedules.cpu.training.parts import Backward, Copy, Outer, OuterProducts, Recurrence, gather
 from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
-from ecornn.schedules.keeping import kept_buffers, value_buffers
+from ecornn.schedules.keeping import Stored
 
 
 class DxTask(TileTask):
-    """A tile of dx, stored in the caller's rows."""
-
     o: DxPass
 
     def compute(self) -> None:
         e, o, width = self.e, self.o, self.o.shape.hidden
         value = self.value(o.dx)
         row = self.first * o.batch + self.at_row
-        valid = e.tirx.Select(self.at_row < self.rows, e.index(width) - self.unit, e.index(0))
-        at, valid = e.let("dx_at", row * e.index(o.stride) + self.unit), e.let("valid", valid)
+        valid = e.tirx.Select(self.at_row < self.rows, width - self.unit, e.index(0))
+        at, valid = e.let("dx_at", row * o.stride + self.unit), e.let("valid", valid)
         if o.adds:
             value = value + e.vload_part("dx_before", o.data["dx"], at, valid)
         e.vstore_part("dx_part", o.data["dx"], at, value, valid)
@@ -89,7 +85,6 @@ class BackwardWorker(Worker):
         self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
 
     def function(self, name: str) -> PrimFunc:
-        """The function, of that name; ``buffers`` are complete then."""
         self.declare()
         self.prelude()
         self.e.call("ecornn_barrier")
@@ -101,7 +96,6 @@ class BackwardWorker(Worker):
 
     @property
     def work(self) -> int:
-        """Multiply-adds of a row in a step, about."""
         outer = sum(o.heads * o.rows * o.columns for o in map(self.outer, self.outer_products))
         return sum(part.work for part in (self.recurrence, *self.passes)) + outer
 
@@ -112,9 +106,8 @@ class BackwardWorker(Worker):
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT and not TENSORS[t].switch]  # it always adds
         for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
             self.add(b)
-        states = [name for name in self.plans.kept.states if name != self.forward.output]
-        size = s.batch, s.hidden, s.real
-        for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
+        states = tuple(name for name in self.plans.kept.states if name != self.forward.output)
+        for b in Stored(states, self.plans.kept.values).buffers(s.batch, s.hidden, s.real):
             self.add(b)
         self.declare_constants()
         self.recurrence.declare(self)
@@ -187,7 +180,6 @@ class BackwardWorker(Worker):
         return found | {s.value for s in self.summed}
 
     def row_place(self, name: str, width: int) -> Place:
-        """A new workspace for rows of a chunk."""
         return Place(self.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK)), width)
 
     # -- control --------------------------------------------------------------------------------
@@ -200,7 +192,7 @@ class BackwardWorker(Worker):
         if self.total_row:
             lanes = self.shape.lanes
             with self.tasks("zero", e.index(len(self.total_row) * self.shape.width // lanes)) as task:
-                e.vstore(self.data["totals"], task * e.index(lanes), e.splat(0.0))
+                e.vstore(self.data["totals"], task * lanes, e.splat(0.0))
 
     def chunk(self, first: Expr, low: Expr, count: Expr) -> None:
         e, rows = self.e, self.e.let("rows", count * self.batch)
@@ -230,10 +222,9 @@ class BackwardWorker(Worker):
         return bool(self.outer_products) and not any(data.same_as(c) for data in summed for c in copied)
 
     def no_dx(self, low: Expr, rows: Expr) -> None:
-        """Writes zeros to dx, where the cell does not read x."""
         e, length = self.e, self.shape.input
         with self.tasks("no_dx", rows) as row:
-            start = e.let("start", (low * self.batch + row) * e.index(self.stride))
+            start = e.let("start", (low * self.batch + row) * self.stride)
             with e.loop("k", length) as k:
                 e.store(self.data["dx"], start + k, e.number(0.0))
 
@@ -250,18 +241,17 @@ class BackwardWorker(Worker):
                     start = place.at(e, there if place.units else row) + unit
                     value = e.let(var.name, e.vload_part(f"d_{var.name}", place.data, start, valid))
                     value = self.timeline.masked(live, value, e.splat(0.0))
-                at = e.let("at", there * e.index(self.stride) + e.index(offset) + unit)
+                at = e.let("at", there * self.stride + offset + unit)
                 if self.adds:
                     value = value + e.vload_part(f"{var.name}_before", dx, at, valid)
                 e.vstore_part(f"{var.name}_part", dx, at, value, valid)
 
     def add_up(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
-        """Adds ``sums`` over ``rows`` rows to the totals."""
         e, lanes, width = self.e, self.shape.lanes, self.shape.width
         for s in sums:
             place, totals = places[s.value], self.data["totals"]
             with self.tasks("sum", e.index(width // lanes)) as task:
-                unit = e.let("unit", task * e.index(lanes))
+                unit = e.let("unit", task * lanes)
                 total = e.local("total")
                 e.vstore(total, 0, e.splat(0.0))
                 with e.loop("row", rows) as row:
@@ -274,8 +264,8 @@ class BackwardWorker(Worker):
         rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None
-        rows, columns = o.rows or rows, o.columns or columns
-        rows, columns, gate = rows // o.heads, columns // o.heads, rows * (columns // o.heads)
+        rows, columns = o.rows or rows, (o.columns or columns) // o.heads
+        rows, gate = rows // o.heads, rows * columns
         return Outer(self.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
 
     def epilogue(self) -> None:
@@ -287,7 +277,7 @@ class BackwardWorker(Worker):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name, var in adjoint.gradients.items():
                 value = e.splat(0.0) if var is None else e.vload(places[var].data, places[var].at(e, b) + unit)
-                e.vstore_part(f"d_{name}", self.data[f"d{name}_in"], b * e.index(s.hidden) + unit, value, valid)
+                e.vstore_part(f"d_{name}", self.data[f"d{name}_in"], b * s.hidden + unit, value, valid)
         self.add_up(adjoint.finish.sums, places, self.batch)
         e.call("ecornn_barrier")
         self.add_vectors()
@@ -298,9 +288,8 @@ class BackwardWorker(Worker):
         if not self.plans.adjoint.vectors:
             return
         with self.tasks("vectors", e.index(-(-s.hidden // s.lanes))) as task:
-            unit = e.let("unit", task * e.index(s.lanes))
-            valid = e.let("valid", e.index(s.hidden) - unit)
-            values: dict[Var, Expr] = {}
+            unit, values = e.let("unit", task * s.lanes), dict[Var, Expr]()
+            valid = e.let("valid", s.hidden - unit)
 
             def value(var: Var) -> Expr:
                 if var not in values:

@@ -5,19 +5,25 @@
     recurrence  the adjoint step, from the chunk's last step to its first
     inputs      gradients of products of x, of all rows
     dx          the gradient of x
+    outer       gradients of matrices: gradient[j, k] += sum_r value[r, j] * operand[r, k] over the chunk's rows
     finish      gradients of the first states, after the last chunk
     once        gradients of parameter vectors
 
 Parts over all rows have the stages of a step, each of all rows: what a later one reads is kept in memory.
 
 The state before a step is the one after the step before, of which y, or what forward kept, has the rows; a sequence's
-first; or zeros where one starts anew. Rows that take no part in a step have finite values, and gradients of zero."""
+first; or zeros where one starts anew. Rows that take no part in a step have finite values, and gradients of zero.
+
+Outer products go in register tiles of some j and vectors of k. Rows of values and operands are pages apart, so both are
+copied first, once for all products: panels (panel, row, values of j or vectors of k of a tile). Each element is of one
+task: how many threads there are changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from msgspec import structs
 
@@ -28,7 +34,7 @@ from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Phase
 from ecornn.program import WORKSPACE, Extent
-from ecornn.schedules.builder import Expr, Var
+from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.stages import Stage, StepPlan, pass_plan
@@ -54,7 +60,6 @@ class Backward:
 
 
 def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
-    """Sorts an adjoint into parts."""
     recurrence, inputs = adjoint.recurrence, adjoint.inputs
     wanted = [*recurrence.outputs, *(s.value for s in recurrence.sums)]
     wanted += [v for o in recurrence.outer_products for v in (o.value, o.operand)]
@@ -62,36 +67,29 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     plan = _recurrence_plan(recurrence)
     written: dict[str, list[Var]] = {stage.name: [] for stage in plan.steps}
     for var in dict.fromkeys(v for v in wanted if v in own):
-        # rows of statistics are left to the stage behind, which has all units
-        stage = next((s for s in plan.steps if s.level >= plan.level[var] and s.finishes), plan.steps[-1])
-        written[stage.name].append(var)
+        written[plan.maker(var).name].append(var)
 
     last = inputs.phases[0] if inputs.phases else Phase((), (), ())
     before = replace(inputs, phases=())
     read = [t.operand for p in last.products for t in p.terms] + [v for a in last.assigns for v in variables(a.value)]
     read += [v for o in inputs.outer_products for v in (o.value, o.operand)] + [s.value for s in inputs.sums]
     read += [v for v in (adjoint.dx, *adjoint.dinputs.values()) if v is not None]
-    made = _made(before)
-    dx = None
+    made, dx = _made(before), None
     if adjoint.dx is not None:
         invariants, read_last = needed(inputs.invariants, {v for a in last.assigns for v in variables(a.value)})
         graph = replace(inputs, hoisted=(), hoisted_statistics=(), normalized=(), prologue=(), phases=(last,),
                         invariants=invariants, vectors=tuple(v for v in inputs.vectors if v.var in read_last))
-        dx = _last_stage(pass_plan("dx", graph, (adjoint.dx,)))
-    finish = adjoint.finish
-    ends = _made(finish)
+        dx = pass_plan("dx", graph, (adjoint.dx,))
+        # its stages keep nothing; it has one even where what it stores is known before
+        stages = dx.steps or (Stage("dx_0", 0, (), ()),)
+        dx = replace(dx, parts=tuple((replace(stage, keep=()),) for stage in stages))
+    finish, ends = adjoint.finish, _made(adjoint.finish)
     return Backward(
         adjoint, kept, pass_plan("replay", kept.replay, kept.replay.outputs), plan,
         {name: tuple(those) for name, those in written.items()},
         pass_plan("inputs", before, tuple(dict.fromkeys(v for v in read if v in made))), dx,
         pass_plan("finish", finish, tuple(dict.fromkeys(
             v for v in (*adjoint.gradients.values(), *(s.value for s in finish.sums)) if v in ends))))
-
-
-def _last_stage(plan: StepPlan) -> StepPlan:
-    """``plan`` with stages that keep nothing; it has one even where what it stores is known before."""
-    stages = plan.steps or (Stage("dx_0", 0, (), ()),)
-    return replace(plan, parts=tuple((replace(stage, keep=()),) for stage in stages))
 
 
 def _recurrence_plan(graph: StepGraph) -> StepPlan:
@@ -145,7 +143,7 @@ def gather(worker: Worker, low: Expr, rows: Expr, copies: Sequence[Copy]) -> Non
 
 def _before(worker: Worker, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr, limit: Expr) -> None:
     e, reverse = worker.e, worker.traversal.reverse
-    after = t + e.index(1)
+    after = t + 1
     begins = e.let("begins", after >= limit if reverse else e.tirx.EQ(t, e.index(0)))
     previous = e.let("previous", at + worker.batch if reverse else at - worker.batch)
     fresh = None
@@ -171,16 +169,12 @@ def _row(worker: Worker, copy: Copy, row: Expr, source: Place | None, at: Expr) 
     whole, left = divmod(copy.length, lanes)
 
     def move(unit: Expr, valid: int) -> None:
-        if source is None or start is None:
-            value = e.splat(0.0)
-        elif valid == lanes:
-            value = e.vload(source.data, start + unit)
-        else:
-            value = e.vload_part("rest", source.data, start + unit, e.index(valid))
+        value = (e.splat(0.0) if source is None or start is None else e.vload(source.data, start + unit)
+                 if valid == lanes else e.vload_part("rest", source.data, start + unit, e.index(valid)))
         e.vstore(copy.to.data, into + unit, value)
 
     with e.loop("vector", whole) as vector:
-        move(vector * e.index(lanes), lanes)
+        move(vector * lanes, lanes)
     if left:
         move(e.index(whole * lanes), left)
 
@@ -198,10 +192,7 @@ class RecurrenceTask(TileTask):
             return
         live = o.timeline.live(self.t, self.at_row)
         row = e.let("chunk_row", o.row_of_chunk(self.first, self.t, self.at_row))
-        values = [(place, o.timeline.masked(live, value, e.splat(0.0))) for place, value in made]
-        with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
-            for place, value in values:
-                e.vstore(place.data, place.at(e, row) + self.unit, value)
+        self.leave(row, [(place, o.timeline.masked(live, value, e.splat(0.0))) for place, value in made])
 
     def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
         """There is no y."""
@@ -232,3 +223,138 @@ class Recurrence(Worker):
     def last(self, name: str) -> Place:
         """A state after the last step."""
         return Place(self.data[f"{name}_state"], self.shape.width, self.slot(name, self.steps))
+
+
+TOGETHER = 32  # tiles of j that go through a panel of k: their values stay in the second cache for the next panels
+COPIED = 8  # narrow panels that a thread copies side by side: what it reads of a row are whole cache lines
+
+
+@dataclass(frozen=True)
+class Outer:
+    """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
+    ``operand``; with ``heads`` these are the first one's, those of the others follow, in memory and in both sides."""
+
+    data: TirBuffer
+    start: int
+    rows: int
+    columns: int
+    value: Place
+    operand: Place
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Copies of a place's rows, in panels."""
+
+    data: TirBuffer
+    source: Place
+    width: int  # elements of a row in a panel
+    count: int  # panels of a head
+    stride: int  # elements from one panel to the next
+    heads: int
+    length: int  # elements of a head in a row of ``source``
+
+
+class OuterProducts:
+    """A function's outer products, of chunks of at most ``rooms`` rows, on a CPU of so many vector ``registers``."""
+
+    def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
+        self.worker, self.outers = worker, outers
+        lanes = worker.e.lanes
+        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)  # of j, and vectors of k, of a tile
+        self.panels: dict[tuple[Place, int, int], Panels] = {}
+        for outer in outers:
+            for place, width, length in ((outer.value, self.height, outer.rows),
+                                         (outer.operand, self.vectors * lanes, outer.columns)):
+                if (key := (place, width, outer.heads)) not in self.panels:
+                    # room for the last row's vector, which may be wider than a panel
+                    count, stride = -(-length // width), -(-rooms * width // lanes) * lanes + lanes
+                    data = worker.buffer(f"panels_{len(self.panels)}", WORKSPACE, Extent(outer.heads * count * stride))
+                    self.panels[key] = Panels(data, place, width, count, stride, outer.heads, length)
+
+    def add(self, rows: Expr) -> None:
+        """Adds the products over ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
+        if not self.outers:
+            return
+        e = self.worker.e
+        e.call("ecornn_barrier")
+        work = [(outer, self.panels[outer.value, self.height, outer.heads],
+                 self.panels[outer.operand, self.vectors * e.lanes, outer.heads]) for outer in self.outers]
+        totals = [outer.heads * -(-values.count // TOGETHER) * operands.count for outer, values, operands in work]
+        before = 0
+        with self.worker.taken("outer", e.index(sum(totals))) as task:
+            for some, total in zip(work, totals, strict=True):
+                with e.when(e.tirx.And(task >= before, task < before + total)):
+                    self._outer(*some, rows, e.let("outer_task", task - before))
+                before += total
+
+    def copy(self, rows: Expr) -> None:
+        """Fills all panels, some in each task. A vector that reaches past its row is written before the next."""
+        e, lanes, made = self.worker.e, self.worker.e.lanes, list(self.panels.values())
+        together = [COPIED if p.width % lanes else 1 for p in made]
+        totals = [-(-p.count * p.heads // some) for p, some in zip(made, together, strict=True)]
+        for p, some, tasks in zip(made, together, self.worker.pooled("copy", totals), strict=True):
+            with tasks as task:
+                first = e.let("first_panel", task * some)
+                count = e.let("panels_here", e.tirx.Min(e.index(some), p.count * p.heads - first))
+                with e.loop("row", rows) as row, e.loop("panel", count) as number:
+                    panel = first + number
+                    inside = (panel * p.width if p.heads == 1 else
+                              e.div(panel, p.count) * p.length + e.mod(panel, p.count) * p.width)
+                    source = e.let("source", p.source.at(e, row) + inside)
+                    into = e.let("into", panel * p.stride + row * p.width)
+                    for at in range(0, p.width, lanes):
+                        e.vstore(p.data, into + at, e.vload(p.source.data, source + at))
+
+    def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
+        e, blocks = self.worker.e, -(-values.count // TOGETHER)
+        each = -(-values.count // blocks)
+        panel = e.let("k_panel", e.mod(task, operands.count))
+        head, part = None, e.div(task, operands.count)
+        if outer.heads > 1:
+            head, part = e.let("head", e.div(part, blocks)), e.mod(part, blocks)
+        top = e.let("first_tile", part * each)
+        with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
+            self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head)
+
+    def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr,
+              head: Expr | None) -> None:
+        """Adds the products of a tile of j and a panel of k, of a head if there are several."""
+        e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
+        j, k = e.let("j", tile * height), e.let("k", panel * operands.width)
+        first, left, right = e.index(outer.start), tile, panel
+        if head is not None:
+            first = e.let("first", first + head * (outer.rows * outer.columns))
+            left, right = head * values.count + left, head * operands.count + right
+        left = e.let("left", left * values.stride)
+        right = e.let("right", right * operands.stride)
+        sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
+        for m, registers in enumerate(sums):
+            start = e.let("start", first + (j + m) * outer.columns + k)
+            for n, register in enumerate(registers):
+                e.prefetch(outer.data, start + n * lanes)
+                e.vstore(register, 0, e.splat(0.0))
+        with e.loop("row", rows) as row:
+            columns = [e.let("column", e.vload(operands.data, right + row * operands.width
+                                               + n * lanes)) for n in range(vectors)]
+            for m in range(height):
+                value = e.let("value", e.splat(e.load(values.data, left + row * height + m)))
+                for n in range(vectors):
+                    e.vstore(sums[m][n], 0, e.fma(value, columns[n], e.vload(sums[m][n], 0)))
+        inside = e.let("inside", e.tirx.And(j + height <= outer.rows, k + vectors * lanes <= outer.columns))
+        with e.when(inside):
+            for m in range(height):
+                start = e.let("start", first + (j + m) * outer.columns + k)
+                for n in range(vectors):
+                    at = start + n * lanes
+                    e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
+        with e.when(e.tirx.Not(inside)):  # element by element
+            edge = e.local("tile", size=height * vectors * lanes)
+            for number, register in enumerate(chain(*sums)):
+                e.vstore(edge, number * lanes, e.vload(register, 0))
+            high = e.tirx.Min(e.index(height), outer.rows - j)
+            wide = e.tirx.Min(e.index(vectors * lanes), outer.columns - k)
+            with e.loop("m", high) as m, e.loop("n", wide) as n:
+                at = first + (j + m) * outer.columns + k + n
+                e.store(outer.data, at, e.load(outer.data, at) + e.load(edge, m * (vectors * lanes) + n))
