@@ -1,8 +1,6 @@
 """What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU; a build cache
 that is empty at first; and another CPU to take this one for, where ECORNN_TEST_CPU names it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

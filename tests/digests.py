@@ -8,8 +8,6 @@ the code itself defines replaced by its number, so that naming variables anew do
 code that is generated to launch them. ``interface``: buffers, packings, entries and the order of calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -49,8 +47,7 @@ DEVICES = {
     "skylake-avx512": Device("llvm", "skylake-avx512", "AVX-512", cores=2, l2=1 << 20, features=AVX512),
     "znver4": Device("llvm", "znver4", "AVX-512, adders apart", cores=2, l2=1 << 20, features=AVX512),
     "icelake-server": Device("llvm", "icelake-server", "VNNI", cores=4, l2=1 << 20, features=(*AVX512, VNNI)),
-    "neoverse-v1": Device("llvm", "neoverse-v1", "NEON", cores=4, l2=1 << 20, features=("dotprod", "fullfp16", "neon")),
-}
+    "neoverse-v1": Device("llvm", "neoverse-v1", "NEON", cores=4, l2=1 << 20, features=("dotprod", "fullfp16", "neon"))}
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,8 @@ class Layer:
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
         parts = [self.cell, self.device, self.dtype, sizes, self.schedule or "", str(self.stack),
-                 f"keep={self.stack.keep}" if self.stack.keep else "",
-                 self.overlap if self.overlap != "none" else "", f"{self.weights} weights" if self.weights else "",
-                 " ".join(f"{k}={v}" for k, v in self.config)]
+                 f"keep={self.stack.keep}" if self.stack.keep else "", self.overlap if self.overlap != "none" else "",
+                 f"{self.weights} weights" if self.weights else "", " ".join(f"{k}={v}" for k, v in self.config)]
         return ", ".join(filter(None, parts))
 
 

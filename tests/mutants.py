@@ -6,8 +6,6 @@
 Prints what found each; exits with 1 where one survives, or where its line is no longer there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

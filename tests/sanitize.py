@@ -6,8 +6,6 @@ Modules are compiled first; each check is a process of its own that loads one, r
 float64. Exits with 1 where anything is reported, wrong or missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """The programs of the benchmarks as they run, with what they run, or times, made up: make bench, of programs, of packed
 sequences and columns, on CPUs, of services under load, on several GPUs; and of calls that go on for hours."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,8 +1,6 @@
 """Tests of all that benchmarks compute without a GPU: rows, floors, files of results, tables; and of grids in TOML: the
 layers that they name, sides of ours, and runs that go on where they were stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

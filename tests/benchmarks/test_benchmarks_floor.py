@@ -1,7 +1,5 @@
 """Why rows are above their floors, and the projection alone: what of these benchmarks needs no GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

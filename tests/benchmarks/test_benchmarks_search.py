@@ -1,7 +1,5 @@
 """The benchmarks of the search, with builds and measurements that sleep."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

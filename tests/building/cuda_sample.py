@@ -21,12 +21,10 @@ from ecornn.workload import Workload
 N = 128
 HALF = "__device__ __forceinline__ float half_of(float v) { return 0.5f * v; }"
 BUFFERS = (
-    Buffer.of("x", "float32"), Buffer.of("y", "float32"),
-    Buffer.of("state_in", "float16", "h"), Buffer.of("state_out", "float16", "h"),
-    Buffer("w", "packed", "bfloat16", Extent(N)), Buffer("sums", "workspace", "float32", Extent(8)),
-    Buffer("counter", "workspace", "uint32", Extent(1)),
-    Buffer("mask", "workspace", "uint32", Extent(2, 3)),
-)
+    Buffer.of("x", "float32"), Buffer.of("y", "float32"), Buffer.of("state_in", "float16", "h"),
+    Buffer.of("state_out", "float16", "h"), Buffer("w", "packed", "bfloat16", Extent(N)),
+    Buffer("sums", "workspace", "float32", Extent(8)), Buffer("counter", "workspace", "uint32", Extent(1)),
+    Buffer("mask", "workspace", "uint32", Extent(2, 3)))
 POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 CALLS = (
     Fill("counter", 0, Extent(1)),
@@ -45,9 +43,8 @@ def functions() -> dict[str, Any]:
     many = 1 << 20
 
     @S.prim_func
-    def total(x: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"),
-              sums: S.Buffer((8,), "float32"), counter: S.Buffer((1,), "uint32"),
-              mask: S.Buffer((many,), "uint32"), T: S.int32):
+    def total(x: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"), sums: S.Buffer((8,), "float32"),
+              counter: S.Buffer((1,), "uint32"), mask: S.Buffer((many,), "uint32"), T: S.int32):
         S.func_attr({"tirx.kernel_launch_params": ["tirx.use_cooperative_launch"]})
         S.device_entry()
         block = S.cta_id([4])
@@ -69,8 +66,7 @@ def functions() -> dict[str, Any]:
 
     @S.prim_func
     def step(h_in: S.Buffer((N,), "float16"), t: S.int32, x: S.Buffer((many,), "float32"),
-             y: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"),
-             sums: S.Buffer((8,), "float32")):
+             y: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"), sums: S.Buffer((8,), "float32")):
         S.device_entry()
         block = S.cta_id([2])
         thread = S.thread_id([64])
@@ -93,8 +89,7 @@ def functions() -> dict[str, Any]:
         stage = S.alloc_buffer((64,), "float32", scope="shared.dyn")
         stage[thread] = y[(T - 1) * N + rank * 64 + thread]
         S.cuda.cta_sync()
-        h_out[rank * 64 + thread] = S.cast(
-            stage[63 - thread] + S.cast(h_in[rank * 64 + thread], "float32"), "float16")
+        h_out[rank * 64 + thread] = S.cast(stage[63 - thread] + S.cast(h_in[rank * 64 + thread], "float32"), "float16")
 
     return {"total": total, "step": step, "last": last}
 

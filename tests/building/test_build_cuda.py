@@ -72,19 +72,14 @@ def test_tvm_keeps_its_own_compile_hook():
 
 
 @pytest.mark.parametrize("calls, message", [
-    ((Launch("other", 1, 1),), "no function"),
-    ((Fill("other", 0, Extent(1)),), "no buffer"),
-    ((Fill("sums", 256, Extent(1)),), "no byte"),
-    ((Launch("step", 2, 64),), "outside a loop"),
+    ((Launch("other", 1, 1),), "no function"), ((Fill("other", 0, Extent(1)),), "no buffer"),
+    ((Fill("sums", 256, Extent(1)),), "no byte"), ((Launch("step", 2, 64),), "outside a loop"),
     ((Loop((Launch("step", 4, 64),)),), "grid=4, but the kernel has 2"),
     ((Loop((Launch("step", 2, 32),)),), "threads=32, but the kernel has 64"),
-    ((Launch("total", 4, 32),), "needs cooperative"),
-    ((Launch("last", 2, 64, cluster=2),), "needs shared"),
+    ((Launch("total", 4, 32),), "needs cooperative"), ((Launch("last", 2, 64, cluster=2),), "needs shared"),
     ((Launch("last", 2, 64, 256),), "cluster=1, but the kernel has 2"),
     ((Launch("last", 3, 64, 256, cluster=2),), "whole number of clusters"),
-    ((Launch("total", 0, 32, cooperative=True),), "positive"),
-    ((Parallel("total"),), "cannot carry out"),
-])
+    ((Launch("total", 0, 32, cooperative=True),), "positive"), ((Parallel("total"),), "cannot carry out")])
 def test_calls_that_do_not_fit_are_refused(kernels: dict[str, Kernel], calls: tuple, message: str):
     with pytest.raises(BuildError, match=message):
         host_program(Program.running({}, cuda_sample.BUFFERS, calls), kernels, "sm_90a")
@@ -150,10 +145,8 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
     first = done.calls.index("cuCtxPopCurrent")  # the end of loading
     assert done.calls[:first] == [
         "cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10", "cuCtxPushCurrent 110",
-        "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel",
-        "cuModuleGetFunction step_kernel", "cuModuleGetFunction last_kernel",
-        "cuFuncSetAttribute last_kernel 8 256",
-    ]
+        "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel", "cuModuleGetFunction step_kernel",
+        "cuModuleGetFunction last_kernel", "cuFuncSetAttribute last_kernel 8 256"]
 
     def sequence(steps: int) -> list[str]:
         return [
@@ -225,8 +218,7 @@ def test_memory_functions(built: tuple[Path, Generated], fake: Path):
             "m['copy'](0, p, 5, 96, 3)\nm['copy'](0, p, 5, 0, 3)\nm['synchronize'](0, 3)\n"
             "m['free'](0, p)\nm['free'](0, 0)\n")
     calls = [c for c in child(code, built[0], fake).calls if "Mem" in c or "Synchronize" in c]
-    assert calls == ["cuMemAlloc 96", "cuMemcpyAsync 4096 5 96 stream=3", "cuStreamSynchronize 3",
-                     "cuMemFree 4096"]
+    assert calls == ["cuMemAlloc 96", "cuMemcpyAsync 4096 5 96 stream=3", "cuStreamSynchronize 3", "cuMemFree 4096"]
 
 
 def test_a_captured_graph_outlives_what_is_loaded_made_and_freed_meanwhile(built: tuple[Path, Generated], fake: Path):
@@ -241,8 +233,7 @@ def test_a_captured_graph_outlives_what_is_loaded_made_and_freed_meanwhile(built
     ("cuMemsetD8Async:700", "(an illegal address) in cuMemsetD8Async of counter"),
     ("cuModuleLoadData:209", "cuModuleLoadData of a module for sm_90a on a GPU of compute capability 9.0"),
     ("cuInit:3", "CUDA_ERROR_OTHER (something else) in cuInit"),
-    ("cuFuncSetAttribute:1", "in cuFuncSetAttribute of last"),
-])
+    ("cuFuncSetAttribute:1", "in cuFuncSetAttribute of last")])
 @pytest.mark.skipif(detect() is not None, reason="the module is for the GPU at hand, not for sm_90a")
 def test_driver_errors_name_the_call(built: tuple[Path, Generated], fake: Path, fail: str, message: str):
     done = child(raised(run(2)) + raised(run(2)), built[0], fake, FAKE_FAIL=fail)
@@ -254,14 +245,12 @@ def test_driver_errors_name_the_call(built: tuple[Path, Generated], fake: Path, 
 def test_wrong_arguments_are_refused(built: tuple[Path, Generated], fake: Path):
     messages = {
         "m['run'](1, 1, 0, 0)": "TypeError run(T, B, device, queue, *pointers) takes 12 arguments, not 4",
-        "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run",
-        run(0): "ValueError T=0 is not allowed",
+        "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run", run(0): "ValueError T=0 is not allowed",
         run(1 << 31): "ValueError T=2147483648 is not allowed",
         "m['run'](1, 0, 0, 7, *range(8))": "ValueError B=0 is not allowed",
         run(1, device=64): "ValueError device=64 is not allowed",
         run(1, device=-1): "ValueError device=-1 is not allowed",
-        "m['free'](0)": "TypeError free(device, pointer) takes 2 arguments, not 1",
-    }
+        "m['free'](0)": "TypeError free(device, pointer) takes 2 arguments, not 1"}
     done = child("".join(map(raised, messages)), built[0], fake)
     for line, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
         assert line.startswith(message)

@@ -1,7 +1,5 @@
 """Compilers of a CUDA module: nvcc, NVRTC, the host's C++ compiler, what they say; and the cache of what they made."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -128,8 +126,7 @@ def test_resources_are_those_of_the_entry():
            "ptxas info    : Used 9 registers, used 0 barriers\n")
     assert nvcc.parse_resources(log) == {
         "a": {"registers": 60, "stack": 8, "spill_stores": 4, "spill_loads": 12, "shared": 24832},
-        "b": {"registers": 9, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0},
-    }
+        "b": {"registers": 9, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0}}
 
 
 def test_nvrtc_does_the_same(monkeypatch: pytest.MonkeyPatch):

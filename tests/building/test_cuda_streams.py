@@ -1,7 +1,5 @@
 """Modules without a GPU: what entries take and call, and in which order of streams and events, as a driver notes it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ as code for people does what is compiled, uses what it declares, fits on a scree
     pytest tests/building/test_readable.py --renew    writes persistent_lstm.cu anew
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -48,19 +46,16 @@ CASES: dict[str, Any] = {
     "cluster": ("persistent", "lstm", SIZES, "float16", {"carrier": "cluster", "fences": "rare"}),
     "statistics": ("persistent", "lstm(layer_norm)", SIZES, "float16", {}),
     "workers": ("persistent", "lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}),
-    "mma": ("persistent_block", "lstm", SIZES, "float16", {}),
-    "fma": ("persistent_block", "gru", SIZES, "float32", {}),
+    "mma": ("persistent_block", "lstm", SIZES, "float16", {}), "fma": ("persistent_block", "gru", SIZES, "float32", {}),
     "wide": ("persistent_wide", "lstm", (5, 3, 24, 40), "bfloat16", {}),
     "elementwise": ("elementwise", "indrnn", (19, 3, 16, 32), "float16", {}),
     "fused_step": ("fused_step", "lstm(layer_norm)", SIZES, "float32", {}),
     "layout_transform": ("layout_transform", "gru", SIZES, "float16", {}),
-    "whole_step": ("whole_step", "lstm", (1, 3, 16, 40), "float16", {}),
-}
+    "whole_step": ("whole_step", "lstm", (1, 3, 16, 40), "float16", {})}
 TRAINED: dict[str, Any] = {
     "trained_outer_mma": ("persistent", "lstm", (5, 3, 6, 20), "float32", Traversal(lengths=True, resets=True)),
     "trained_outer_wgmma": ("persistent", "gru", (4, 5, 8, 40), "float16", ALONE),
-    "trained_statistics": ("fused_step", "lstm(layer_norm)", (3, 2, 5, 9), "float32", ALONE),
-}
+    "trained_statistics": ("fused_step", "lstm(layer_norm)", (3, 2, 5, 9), "float32", ALONE)}
 MMA = ("MMA warps, prologue", "MMA warps: wait", "MMA warps: partial sums")
 GATES = ("gate warps, prologue", "gate warps: wait", "gate warps, epilogue", "gate warps: what nobody waits for")
 # what the notes of a kernel begin with, in order; others may be between

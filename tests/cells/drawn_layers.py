@@ -1,7 +1,5 @@
 """Layers of cells that have a ``formula``, with random arguments, and what comes of these in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cells whose matrices are smaller than H x H, of heads or narrow ones, with their formulas; and random arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch:
 test_operators.py has differences, of each operator, and test_reference.py and test_cpu_training.py of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Te steps as Python that calls PyTorch, and loops over them: against NumPy, which carries out the same graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Errors in a user's cell point at the user's line."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters that a cell computes of others: of NumPy's, PyTorch's and JAX's arrays, bound, called and trained."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of scalar operators: values and derivatives, and that every schedule can write each of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

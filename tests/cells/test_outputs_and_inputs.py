@@ -4,8 +4,6 @@ PyTorch with gradients; what is refused.
 Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Published cells, each against a formula that was written apart from its te step: in float32 on the CPU, and emulated
 GPU code of some; and products of several operands that are only added up, which are one product."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,7 @@ T, B, I = 5, 3, 5
 LIMIT = 1e-5  # relative; some roundings of float32
 # Each of these has the products and exchanges of another cell.
 LATER = {"lstm_1997", "lstm_slim3", "sublstm", "mgu2", "ligru", "mut1", "mut2", "caru", "fast_rnn", "mi_rnn", "ct_rnn",
-         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn",
-         "antisymmetric"}
+         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn", "antisymmetric"}
 OWN_GRADIENTS = {"lru", "lif"}  # whose gradients with respect to a product are states of the backward pass
 GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
@@ -143,13 +140,9 @@ def test_emulated_on_a_gpu(name: str, only: str, tmp_path: Path):
 
 # of each exchange with products: (products, operands), as the step is written, and summed
 FEWER = {
-    "cornn": ([(2, 2)], [(1, 2)]),
-    "scrn": ([(2, 2)], [(1, 2)]),
-    "lstm_fgr": ([(13, 4)], [(4, 4)]),
-    "hornn": ([(3, 3)], [(1, 3)]),
-    "lstm_nested": ([(4, 1), (8, 2)], [(4, 1), (4, 2)]),
-    "lstm_peephole": ([(4, 1)], [(4, 1)]),
-}
+    "cornn": ([(2, 2)], [(1, 2)]), "scrn": ([(2, 2)], [(1, 2)]), "lstm_fgr": ([(13, 4)], [(4, 4)]),
+    "hornn": ([(3, 3)], [(1, 3)]), "lstm_nested": ([(4, 1), (8, 2)], [(4, 1), (4, 2)]),
+    "lstm_peephole": ([(4, 1)], [(4, 1)])}
 
 
 @pytest.mark.parametrize("name", FEWER)

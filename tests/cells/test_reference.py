@@ -1,8 +1,6 @@
 """The float64 reference: against formulas written apart, and differences of itself; of a user's cell, whose te step
 it carries out, against formulas written apart and against built-in layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -91,8 +89,7 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ArgumentError, match="cell='mamba'"):
         reference("mamba", x, weights)
     with pytest.raises(WeightsError, match=r"missing \['bias_hh_l0'\], unexpected \['bias_hh'\]"):
-        reference("lstm", x, {n.replace("hh_l0", "hh") if n == "bias_hh_l0" else n: v
-                              for n, v in weights.items()})
+        reference("lstm", x, {n.replace("hh_l0", "hh") if n == "bias_hh_l0" else n: v for n, v in weights.items()})
     with pytest.raises(ShapeError, match=r"weight_ih_l0.shape=\(16, 5\).*\(16, 4\)"):
         reference("lstm", x[:, :, :4], weights)
     with pytest.raises(ShapeError, match=r"weight_hh_l0.shape"):

@@ -1,7 +1,5 @@
 """Statistics of hidden units: how they are recognised, and what the schedules make of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +45,7 @@ class Written(Formula):
         total, size = summed(rh, lambda b, k: rh[b, k]), int(h.shape[1])
         mean = te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
         variance = self.variance(rh, mean, size)
-        return [pointwise(lambda b, j: te.tanh(
-            (rh[b, j] - mean[b]) / te.sqrt(variance[b] + 1e-5) + wx[b, j]), h)]
+        return [pointwise(lambda b, j: te.tanh((rh[b, j] - mean[b]) / te.sqrt(variance[b] + 1e-5) + wx[b, j]), h)]
 
     def numpy(self, x, h, W, R):
         return (np.tanh(normal(h @ R[0].T)[0] + x @ W[0].T),)

@@ -1,7 +1,5 @@
 """`ecornn bench` on this CPU: tiny layers, as a user gives them."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -1,8 +1,6 @@
 """The command line: each exit code that the reference of commands has; JSON alone on standard output; on the
 CPU the whole way from tuning to a timed module; and help, which fits its terminal and whose examples can be pasted."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -5,8 +5,6 @@ are not, and where something is wrong.
     pytest tests/cli/test_explain.py --renew    writes the two texts of steps anew
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a layer is, is said in one place: every way in has the same properties, and passes each of them on."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields

@@ -1,7 +1,5 @@
 """The CPU schedule: values against float64, for every cell, tails of every kind, and every knob."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

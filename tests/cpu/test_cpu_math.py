@@ -1,7 +1,5 @@
 """Polynomial exp, tanh and sigmoid of the CPU schedule against NumPy with more digits, over all magnitudes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from tvm import tirx
@@ -92,7 +90,6 @@ def test_extremes_are_those_of_numpy_for_nan_too(functions):
     values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, -0.5, 1e-45, -1e-45, 3e38], functions.real)
     x, other = (v.ravel() for v in np.meshgrid(values, values))
     got = functions(x, other)
-    for name, wanted in {"relu": np.maximum(x, 0), "above": np.maximum(x, 0.25),
-                         "below": np.minimum(x, 0.25), "larger": np.maximum(x, other),
-                         "smaller": np.minimum(x, other)}.items():
+    for name, wanted in {"relu": np.maximum(x, 0), "above": np.maximum(x, 0.25), "below": np.minimum(x, 0.25),
+                         "larger": np.maximum(x, other), "smaller": np.minimum(x, other)}.items():
         assert np.array_equal(got[name], wanted, equal_nan=True), name

@@ -1,7 +1,5 @@
 """Whose threads do a CPU module's work: those of the OpenMP runtime in the process, or ours; and how many."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

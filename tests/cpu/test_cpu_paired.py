@@ -1,7 +1,5 @@
 """Products of pairs on CPUs: values against float64 for every cell and kind of row, and what is packed for them."""
 
-from __future__ import annotations
-
 import msgspec.structs
 import numpy as np
 import pytest

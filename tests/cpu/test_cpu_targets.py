@@ -1,7 +1,5 @@
 """Which instructions the code for a CPU uses: those that the module names; and CPUs that are not at hand."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct

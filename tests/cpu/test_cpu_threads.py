@@ -1,7 +1,5 @@
 """The team of threads and the file of a CPU module: what it needs, and that it waits, ends and forks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

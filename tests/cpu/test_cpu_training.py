@@ -5,8 +5,6 @@ Of all combinations a few are made each time, in which every pair of choices occ
 differences, and twice, bit for bit. Columns are not among them: on a CPU rows of different lengths are ``lengths``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from pathlib import Path

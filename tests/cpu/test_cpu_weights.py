@@ -1,7 +1,5 @@
 """Rounded weights on the CPU: values against float64 models of what is rounded, and who is refused."""
 
-from __future__ import annotations
-
 import re
 
 import ml_dtypes

@@ -3,8 +3,6 @@
     ECORNN_RANDOM=1000:2000 pytest -n 0 -s -m exhaustive tests/cpu/test_random_steps.py    # prints figures
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 from typing import Any

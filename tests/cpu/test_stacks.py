@@ -1,7 +1,5 @@
 """Stacks, directions, lengths and resets: the reference, and modules for this CPU."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import Any
@@ -155,8 +153,7 @@ def test_equal_layers_share_their_code():
     ({"resets": np.zeros((B, T), bool)}, ShapeError, f"({T}, {B}): (T, B)"),
     ({"resets": np.zeros((T, B))}, DTypeError, "bool or uint8"),
     ({"state": (np.zeros((B, H), np.float32),) * 2}, ShapeError, "(L*D, B, H)"),
-    ({"batch_first": True, "out": np.zeros((T, B, 2 * H), np.float32)}, ArgumentError, "batch_first"),
-])
+    ({"batch_first": True, "out": np.zeros((T, B, 2 * H), np.float32)}, ArgumentError, "batch_first")])
 def test_bad_arguments_are_named(call: dict[str, Any], kind: type[Exception], words: str):
     x, weights, _ = problem("lstm", WHOLE)
     with pytest.raises(kind) as caught:

@@ -1,7 +1,5 @@
 """``Layer.forward`` and ``Layer.backward``: stacks against float64, what is kept, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Threads with short calls take turns, in their order."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -2,8 +2,6 @@
 somewhere; the first ten minutes: pages of what was carried out, and what those in docs must show; figures, which are
 those of the files of results; and CELLS.md: its cells against the formulas of tests/published, its errors."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The examples end to end, as a user runs them: from another folder, with records of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """The examples of training, small: what they print, and that they notice what is wrong; and what examples share: steps,
 their times, and what they keep; sessions that are served, and wrong answers of these."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import importlib

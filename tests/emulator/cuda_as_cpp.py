@@ -1,8 +1,6 @@
 """Generated CUDA source as C++: inline PTX becomes calls of what ``cuda_on_cpu.h`` declares. An instruction that is not
 known here fails the test."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

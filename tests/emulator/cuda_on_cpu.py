@@ -3,8 +3,6 @@
 ``cuda_as_cpp.py`` makes C++ of it, which calls what ``cuda_on_cpu.h`` declares and ``cuda_on_cpu.cc`` does.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import re
@@ -26,9 +24,8 @@ from ecornn.build.link import find_compiler
 
 Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
-          "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
-          "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+          "uint32": np.dtype(np.uint32), "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 
 # Threads are fibers, between which longjmp goes, which hardened compilers refuse unless told.
 COMPILE = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")

@@ -1,7 +1,5 @@
 """The kernel that packs weights on a GPU, emulated on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import tempfile
 from functools import cache

@@ -1,7 +1,5 @@
 """Emulated programs against float64: what tests of several schedules share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace as changed
 from functools import partial

@@ -1,7 +1,5 @@
 """Training steps of a program, emulated: both entries, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

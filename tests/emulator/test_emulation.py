@@ -6,8 +6,6 @@ fences, releases and acquires are dropped one by one, but where others make up f
 What it does not see: the order of shared memory between blocks of a cluster, which mbarriers count, and wgmma.fence.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess
@@ -139,10 +137,8 @@ extern "C" void message(unsigned* data, unsigned* flag, unsigned* found) {
 @pytest.mark.parametrize(("send", "receive", "arrives"), [
     ("emu::add(flag, 1, true)", "seen = emu::acquire(flag)", True),
     ("emu::add(flag, 1, false)", "seen = emu::acquire(flag)", False),
-    ("emu::add(flag, 1, true)", "seen = *flag", False),
-    ("emu::fence(), *flag = 1", "seen = *flag, emu::fence()", True),
-    ("emu::fence(), *flag = 1", "seen = emu::acquire(flag)", True),
-    ("*flag = 1", "seen = *flag, emu::fence()", False),
+    ("emu::add(flag, 1, true)", "seen = *flag", False), ("emu::fence(), *flag = 1", "seen = *flag, emu::fence()", True),
+    ("emu::fence(), *flag = 1", "seen = emu::acquire(flag)", True), ("*flag = 1", "seen = *flag, emu::fence()", False),
     ("*flag = 1, emu::fence()", "seen = *flag, emu::fence()", False),
     ("emu::fence(), *flag = 1", "emu::fence(), seen = *flag", False)], ids=str)
 def test_a_message(tmp_path: Path, send: str, receive: str, arrives: bool):

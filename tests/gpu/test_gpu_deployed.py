@@ -1,7 +1,5 @@
 """On a GPU: programs in C and C++, JAX, exported programs in new processes, and ONNX Runtime's CUDA provider."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

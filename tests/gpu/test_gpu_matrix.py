@@ -1,8 +1,6 @@
 """Every cell, schedule and dtype on a GPU, against float64 and against the library's own error; configurations off the
 default of the step schedules and `elementwise`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch there; gradients of sequences in
 columns, of layers, stacks, and packed sequences of PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

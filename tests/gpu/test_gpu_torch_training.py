@@ -1,7 +1,5 @@
 """Training with ecornn.torch on a GPU: gradients against torch.nn in float64, and what surrounds a step there."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

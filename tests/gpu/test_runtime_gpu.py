@@ -1,8 +1,6 @@
 """On a GPU: torch's stream and allocator, CUDA graphs, and NumPy by way of copies; calls like an earlier one, which
 take the short way with the same results; as many batch rows as a call may have, more bytes than 32 bits count."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

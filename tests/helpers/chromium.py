@@ -3,8 +3,6 @@
     python tests/helpers/chromium.py FOLDER PAGE.html...    FOLDER/PAGE-390-light.png, -390-dark, -1280-light ...
 """
 
-from __future__ import annotations
-
 import functools
 import html
 import json

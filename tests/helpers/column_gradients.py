@@ -1,7 +1,5 @@
 """A training step of a bound layer on sequences in columns, against float64: for a GPU's tests and the sanitizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

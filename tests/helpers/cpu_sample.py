@@ -1,7 +1,5 @@
 """Builds a CPU module and calls it with guarded NumPy arrays, without the runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

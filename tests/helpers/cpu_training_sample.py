@@ -1,7 +1,5 @@
 """CPU layers that train, some in one module, called with guarded NumPy arrays; and their gradients by a tape."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

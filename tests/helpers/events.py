@@ -1,7 +1,5 @@
 """Tests wait for events, however long these take: no test may fail since a machine is slow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ A ``Forward`` runs a cell from the first step of a sequence to its last: (cell, 
 parameters by name in te shape) to y (T, B, H) and the last states. ``in_float64`` is one; limits.py has another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ that type gets around, and a kernel may have as many again: those of float32 sum
 rounding alone may do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a module packs of weights, in NumPy: stack, pad, split, transpose, round. The code of modules, c_pack.h and
 pack_weights.cu, is held against it, and emulated kernels read what it packs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Cells with sequences beside x, cells whose outputs are no states, or are several, and cells with maxima, softmaxes
 and reductions over hidden units or groups of these, with their formulas in NumPy float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """The cases that tests take: covering arrays, which are a few combinations of choices in which every pair of values
 occurs that can; half of all; and seeds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product

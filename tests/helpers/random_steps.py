@@ -6,8 +6,6 @@ comparison, maximum or magnitude is near enough to a tie for float32 to decide o
 depend on the last digits. ``training(seed)`` gives a training step of random sizes.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 """Builds the module of runtime_sample.cc for a manifest, and says in NumPy what it computes; and a GPU's module without
 a GPU, of c_interface_sample.cc."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """The layers that tests/sanitize.py runs: of every schedule, cut in several ways."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,8 +1,6 @@
 """Cells that use what the built-in ones do not, each with its formula in NumPy float64: other products and states,
 statistics of hidden units in every place that they can have, and products of what depends on x and on a state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

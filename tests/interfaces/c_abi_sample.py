@@ -1,7 +1,5 @@
 """Programs in C and C++, compiled, and run on folders of arrays."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

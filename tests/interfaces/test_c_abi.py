@@ -1,8 +1,6 @@
 """Modules called from C and C++: module files and static libraries; results, refusals, threads under sanitizers, calls
 without memory or locks."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import re

@@ -1,7 +1,5 @@
 """Layers in JAX on a CPU: values, gradients, jit, vmap, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ random arguments: as kernels get them, and what comes of them in float64.
 Kernels and float64 get the same hoisted values, as they lie in memory: who computes these answers for their rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +56,7 @@ class Passes:
         self.emulated.carry_out(memory, steps, batch, add=add)
         self.emulated.check_guards(memory)
         shapes = {n: shape for n, (shape, _) in self.given.items()} | dict(made or {})
-        return {n: memory[n][:int(np.prod(shapes[n]))].reshape(shapes[n]) if n in shapes else memory[n]
-                for n in memory}
+        return {n: memory[n][:int(np.prod(shapes[n]))].reshape(shapes[n]) if n in shapes else memory[n] for n in memory}
 
 
 Array = Any

@@ -1,8 +1,6 @@
 """What a backward pass has beside its recurrence, emulated, against the adjoint in float64: what follows it, such as
 gradients of matrices; what it reads, for all steps at once, against the same graphs; the states before each step."""
 
-from __future__ import annotations
-
 from dataclasses import replace as changed
 
 import numpy as np

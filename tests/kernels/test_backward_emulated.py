@@ -1,8 +1,6 @@
 """A training step of a GPU module, emulated: ``forward``, then ``backward`` on what it kept, against a float64 tape;
 also of cells whose steps lack what most have, or have it in other places."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The recurrence of adjoints in the persistent kernel, and with a launch a step, emulated on a CPU, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The block kernel, emulated on the CPU: every way in which a layer can be cut."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path
@@ -82,8 +80,7 @@ MORE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
     ("slstm(heads=3)", (12, 9, 7, 21), "float16", {"rows": 3, "heads": 3}, Traversal(sequences=True)),
     ("slstm(heads=2)", (12, 9, 7, 32), "float16", MMA | {"rows": 4}, Traversal(True, sequences=True)),
     ("block_gru", (4, 11, 5, 64), "bfloat16", MMA | {"rows": 6, "cluster": 2, "hoisted": "same"}, ALONE),
-    ("block_gru", (4, 7, 5, 64), "float32", MMA | {"rows": 5, "cluster": 2}, Traversal(True, 2, True, True)),
-)]
+    ("block_gru", (4, 7, 5, 64), "float32", MMA | {"rows": 5, "cluster": 2}, Traversal(True, 2, True, True)))]
 
 
 BLOCKS = (*map(BlockRNN, (2, 3, 4)), BlockRNN(3, whole=True), BlockGRU())

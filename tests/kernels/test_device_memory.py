@@ -1,8 +1,6 @@
 """Memory of a layer on a GPU: workspaces in the place of others, what a training step takes, and which memory a call
 points to; weights packed there by the module's kernel, emulated, from the tables of its C interface, as NumPy packs."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

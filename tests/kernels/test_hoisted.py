@@ -1,8 +1,6 @@
 """What is computed of x for all steps: its layout in 16 bits, and who has the choice; the projection that makes it on
 wgmma, emulated, and what the compiler makes of it for the GPU; how blocks share the tiles of the one on mma."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

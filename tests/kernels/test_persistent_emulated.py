@@ -1,7 +1,5 @@
 """The persistent kernel, emulated on a CPU: every way in which a layer can be cut; statistics of hidden units."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The wide persistent kernel, emulated on the CPU, against float64: every way in which a layer can be cut, or the
 recurrence of its adjoint."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

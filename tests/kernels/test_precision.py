@@ -1,8 +1,6 @@
 """Types of factors on a GPU: recurrent weights in 8 bits, emulated, against float64 with weights that are rounded
 alike; TF32 products, who may ask for them, what is generated, and how far off they are."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """Calls of a few steps: launches that begin early, by `persistent` in these and by `persistent_block` in all; narrow
 projections; by `whole_step` each step one launch, states in place, and what is chosen."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace as changed
 from pathlib import Path

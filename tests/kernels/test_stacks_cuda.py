@@ -1,8 +1,6 @@
 """Stacks, directions, lengths and resets on CUDA: programs of every schedule emulated, and compiled; which sequences of
 a stack are put side by side by the rates of devices, which estimates read, and why."""
 
-from __future__ import annotations
-
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
@@ -127,8 +125,7 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
     for b, n in enumerate(masks.get("lengths", ())):
         given[n:, b] = np.nan
     y, after = emulated.run(given, states, parameters, masks, stack.directions)
-    start = [np.stack([v for n, v in states.items() if n.removesuffix(s) != n]).astype(np.float64)
-             for s in one.states]
+    start = [np.stack([v for n, v in states.items() if n.removesuffix(s) != n]).astype(np.float64) for s in one.states]
     start = start if stack.count > 1 else [s[0] for s in start]
     exact = np.nan_to_num(given.astype(np.float64))
     wanted = Wanted(dtype, lambda forward: of_stack(cell, stack, exact, start, weights, masks, forward))
@@ -280,8 +277,7 @@ def test_what_is_asked_for():
     ({"overlap": "wavefront", "layers": 2, "target": "cpu", "dtype": "float32"}, "on a CPU"),
     ({"overlap": "directions"}, "expected auto or none without bidirectional=True"),
     ({"overlap": "directions", "layers": 2}, "bidirectional=True"),
-    ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU"),
-])
+    ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU")])
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str):
     with pytest.raises(ArgumentError, match=words):
         planned(**options)
@@ -347,8 +343,7 @@ def test_rows():
 
 @pytest.mark.parametrize(("cell", "sizes", "schedules"), [
     ("lstm", (50, 16, 256, 256), ("persistent", "persistent_wide", "layout_transform", "fused_step")),
-    ("lstm", (50, 16, 64, 64), ("persistent_block",)),
-    ("indrnn", (50, 16, 256, 256), ("elementwise",))])
+    ("lstm", (50, 16, 64, 64), ("persistent_block",)), ("indrnn", (50, 16, 256, 256), ("elementwise",))])
 def test_estimates_read_the_row(monkeypatch, cell, sizes, schedules):
     """Each estimate is larger where rates are halved and times are doubled."""
     task = task_of(cell, sizes, "float16", KNOWN["sm_90a"])

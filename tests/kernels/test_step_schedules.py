@@ -1,8 +1,6 @@
 """The schedules of one launch a step, and that of cells without recurrent products: their programs, limits, and
 results, emulated on the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from math import prod

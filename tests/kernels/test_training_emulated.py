@@ -4,8 +4,6 @@ stacks; sequences in columns, each of them apart; random cells, against a tape o
     ECORNN_RANDOM=200:700 python -m pytest -s -m exhaustive tests/kernels/test_training_emulated.py -k many
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace as changed
 from pathlib import Path
@@ -339,8 +337,7 @@ def test_a_random_training_step(seed: int, chosen: bool, tmp_path: Path):
 
 @pytest.mark.parametrize(("cell", "arch"), [
     (Averages(), "sm_80"), (Projected(), "sm_80"), (Peak(), "sm_80"), (Peak("peaks"), "sm_80"),
-    (Peak("peaks"), "sm_90a"), (Peak("top"), "sm_80")],
-    ids=lambda value: getattr(value, "name", value))
+    (Peak("peaks"), "sm_90a"), (Peak("top"), "sm_80")], ids=lambda value: getattr(value, "name", value))
 def test_every_schedule_trains_them(cell: Cell, arch: str, tmp_path: Path):
     layer = Layer(cell, 5, 19, 3, 4)
     call = layer.arguments(4, 3)

@@ -1,7 +1,5 @@
 """What ptxas makes of kernels for Hopper: none spills, and what it says is read, as of wgmma that it serializes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile
@@ -61,8 +59,7 @@ def test_gradients_of_weights(dtype, width):
     ("lstm", 768, 768, "bfloat16", True), ("gru", 800, 800, "bfloat16", True),
     ("rnn_tanh", 2048, 2048, "bfloat16", True), ("lstm", 767, 3000, "bfloat16", True),
     ("lstm", 33, 64, "bfloat16", True), ("rnn_tanh", 100, 16, "bfloat16", False), ("gru", 7, 8, "bfloat16", False),
-    ("lstm", 768, 768, "tf32", True), ("gru", 800, 803, "tf32", True),
-])
+    ("lstm", 768, 768, "tf32", True), ("gru", 800, 803, "tf32", True)])
 def test_the_projection(cell, hidden, input, dtype, wide):
     made = task_of(cell, (64, 16, input, hidden), dtype, HOPPER)
     part = project(made)

@@ -1,7 +1,5 @@
 """Models for ONNX Runtime, and sessions of them before and after."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ONNX's recurrent operators: ONNX's own node tests, and what they leave out against the operators' text."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

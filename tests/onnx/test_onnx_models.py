@@ -1,7 +1,5 @@
 """ONNX models around a recurrent node: constants that nodes compute, bodies and functions, data types, damage."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models rewritten for ONNX Runtime: sessions before and after agree, and what cannot be taken stays."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

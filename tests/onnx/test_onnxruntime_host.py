@@ -1,7 +1,5 @@
 """The operator library, called by a program in ONNX Runtime's place: sanitizers, GPUs, versions that are too old."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``rewrite()`` times ONNX Runtime's own nodes and compiled ones, and leaves alone what does not gain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

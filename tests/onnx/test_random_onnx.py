@@ -5,8 +5,6 @@ computed in many ways, shared weights, bodies.
     PYTHONPATH=tests/helpers python tests/onnx/test_random_onnx.py 17     # what model 17 is made of
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -271,8 +269,7 @@ def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]
     turn, go, *states = (inner.new(name) for name in ("turn", "go", *("h", "c")[:1 + (op == "LSTM")]))
     outputs, _, _ = nodes.add(x, width, kind, x, tuple(states), b=inner)
     still = inner.node("Identity", go)
-    infos = [value(turn, TensorProto.INT64, []),
-             value(go, TensorProto.BOOL, []), *map(value, states)]
+    infos = [value(turn, TensorProto.INT64, []), value(go, TensorProto.BOOL, []), *map(value, states)]
     results = [value(still, TensorProto.BOOL, []), *map(value, (*outputs[1:], outputs[0]))]
     body = helper.make_graph(inner.nodes, "body", infos, results, inner.tensors)
     first = [b.zeros([both, b.size(x, 1), hidden], 0.1) for _ in states]

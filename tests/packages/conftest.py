@@ -1,8 +1,6 @@
 """Models of other people's packages: ``make test-packages``. A package that is absent is a failure; with
 ``--absent=skip`` its tests are skipped, by its name."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ packed characters, languages of strings, and an encoder of words with a decoder 
 a node as a sequence, layers of a graph as one, sets.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """The promises of docs/ARCHITECTURE.md: a light import, layers, small files; assertions without effects, and faults of
 mutants.py that are of lines that are there."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re
@@ -17,8 +15,7 @@ import site_architecture
 from mutants import MUTANTS, Mutant
 from rooms import ROOT
 
-PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
-          "ecornn.tuning_logs": ROOT / "tuning_logs"}
+PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules", "ecornn.tuning_logs": ROOT / "tuning_logs"}
 
 # Room -> the rooms it may import, besides itself. A room is a file or folder of ecornn/, or of schedules/.
 BASE = {"boundary", "dtypes", "errors", "interrupts", "workload", "device", "program", "manifest"}

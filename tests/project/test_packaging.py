@@ -1,7 +1,5 @@
 """The wheel, and the archive of sources that it is made from: all is inside, and works where the checkout is not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

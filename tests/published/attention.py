@@ -1,7 +1,5 @@
 """Cells with a softmax over their units, or over what is less, or that compare and normalize groups of them."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 

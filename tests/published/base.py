@@ -1,7 +1,5 @@
 """What the published cells have in common: shapes as a table, sums of products and vectors, and NumPy's functions."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar

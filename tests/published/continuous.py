@@ -1,7 +1,5 @@
 """Cells that are steps of differential equations."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 

@@ -1,7 +1,5 @@
 """GRUs with less, more or other gates."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 
@@ -27,8 +25,7 @@ class GRU1(Published):
             gates.append(pointwise(lambda b, j, rh=rh, n=n: te.sigmoid(rh[b, j] + v[n, j]), h))
         z, r = gates
         rh = gated_by(h, R, r, 2)
-        return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * te.tanh(
-            wx[b, j] + rh[b, j] + v[2, j]), h)]
+        return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * te.tanh(wx[b, j] + rh[b, j] + v[2, j]), h)]
 
     def numpy(self, x, h, W, R, b):
         z, r = (sig(h @ R[n].T + b[n]) for n in (0, 1))
@@ -79,8 +76,7 @@ class MGU2(Published):
         fh = product(h, R, 0)
         f = pointwise(lambda b, j: te.sigmoid(fh[b, j]), h)
         rh = gated_by(h, R, f, 1)
-        return [pointwise(lambda b, j: (1.0 - f[b, j]) * h[b, j] + f[b, j] * te.tanh(
-            wx[b, j] + rh[b, j] + v[0, j]), h)]
+        return [pointwise(lambda b, j: (1.0 - f[b, j]) * h[b, j] + f[b, j] * te.tanh(wx[b, j] + rh[b, j] + v[0, j]), h)]
 
     def numpy(self, x, h, W, R, b):
         f = sig(h @ R[0].T)

@@ -1,7 +1,5 @@
 """Cells whose recurrent matrices have heads, blocks on their diagonals."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 

@@ -1,7 +1,5 @@
 """LSTMs with less, more or other gates."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 
@@ -206,7 +204,6 @@ class PhasedLSTM(Published):
     def numpy(self, x, h, c, t, W, R, b, v):
         period, shift, share = v
         phase, share = np.mod((t - shift) / period, 1.0), share / 10
-        k = np.where(phase < share / 2, 2 * phase / share,
-                     np.where(phase < share, 2 - 2 * phase / share, 0.1 * phase))
+        k = np.where(phase < share / 2, 2 * phase / share, np.where(phase < share, 2 - 2 * phase / share, 0.1 * phase))
         out, full = lstm_formula(*affine(x, h, W, R, b), c)
         return k * out + (1 - k) * h, k * full + (1 - k) * c, t + 1

@@ -1,7 +1,5 @@
 """Cells that keep long memories beside what they show, are updated in turns, or have fixed weights."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 

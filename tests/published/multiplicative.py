@@ -1,7 +1,5 @@
 """Cells that multiply products, add them in other ways, or take several in a row."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 

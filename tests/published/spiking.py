@@ -1,7 +1,5 @@
 """Neurons that fire."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 

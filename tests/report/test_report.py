@@ -3,8 +3,6 @@ is loaded, no name is markup. Its pictures: words can be read on a phone, colour
 schedules say, and that of a step by roles of warps what the kernel's code says, no more and no less. Chromium, where
 there is one, lays the report out; the site it lays out in test_docs.py."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

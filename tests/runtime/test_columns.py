@@ -1,7 +1,5 @@
 """Sequences laid end to end in columns: where they lie, calls of a layer with them, and packed sequences of PyTorch."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 from typing import Any
@@ -266,9 +264,7 @@ def test_a_table_is_copied_once(monkeypatch: Any):
 
 @pytest.mark.parametrize(("lengths", "width"), [
     ([50] * 32, None), ([100, *range(1, 32)], 16), (list(range(1, 33)), 16), ([9] * 8, None), ([9, *[1] * 15], None),
-    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, 32),
-    ([90] * 56 + [10] * 8, None)],
-    ids=str)
+    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, 32), ([90] * 56 + [10] * 8, None)], ids=str)
 def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int | None):
     assert packed.columns_for(np.array(lengths)) == width
 

@@ -1,8 +1,6 @@
 """Files on machines that go wrong: locks that a stopped process holds, for which others wait, and not for ever; a file
 system without locks; temporary folders in which nothing can be written, or from which nothing can be loaded."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

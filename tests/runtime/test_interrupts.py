@@ -7,8 +7,6 @@ many points it did, where no KeyboardInterrupt came of it, and after which of th
 real signal comes at the same points; in fifty thousand tries it came once at a bad one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,8 +1,6 @@
 """The public face: what is imported, and when, also where there is no compiler; and nothing untyped leaves the package:
 an error of its own at each public function becomes an InternalError, one of a user's code stays what it is."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

@@ -1,7 +1,5 @@
 """A layer's calls: values, states, frameworks, what is refused before anything runs; on a CPU, and as on a GPU."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -127,8 +125,7 @@ def test_the_workspace_is_kept(layer: Layer):
     ({"x": np.broadcast_to(np.float32(0), (1 << 28, 4, I))}, ShapeError, "T up to"),
     ({"x": sample.inputs().astype(np.float64)}, DTypeError, "x.dtype='float64'"),
     ({"x": sample.inputs().astype(">f4")}, DTypeError, "x.dtype='>f4'"),
-    ({"x": sample.inputs().tolist()}, ArgumentError, "x=<class 'list'>"),
-    ({"x": None}, ArgumentError, "__dlpack__"),
+    ({"x": sample.inputs().tolist()}, ArgumentError, "x=<class 'list'>"), ({"x": None}, ArgumentError, "__dlpack__"),
     ({"state": np.zeros((2, BATCH, H), np.float32)}, ArgumentError, "state=<class 'numpy.ndarray'>"),
     ({"state": (np.zeros((BATCH, H), np.float32),)}, ShapeError, "len(state)=1"),
     ({"state": (np.zeros((BATCH, H), np.float32), np.zeros((1, H), np.float32))}, ShapeError, "state[1].shape=(1, 5)"),
@@ -139,8 +136,7 @@ def test_the_workspace_is_kept(layer: Layer):
     ({"out": np.zeros((6, BATCH, 2 * H), np.float32)[:, :, ::2]}, ArgumentError, "strided"),
     ({"out": np.zeros(6 * BATCH * H + 1, np.float32)[1:].reshape(6, BATCH, H)}, ArgumentError, "misaligned"),
     ({"out": np.frombuffer(bytes(6 * BATCH * H * 4), np.float32).reshape(6, BATCH, H)}, ArgumentError, "read-only"),
-    ({"out": [0.0]}, ArgumentError, "out=<class 'list'>"),
-])
+    ({"out": [0.0]}, ArgumentError, "out=<class 'list'>")])
 def test_bad_arguments_are_named_and_nothing_runs(layer: Layer, arguments: dict[str, Any], error: type[Exception],
                                                   words: str):
     before = sample.stat(layer.module.path, "runs")

@@ -1,7 +1,5 @@
 """Module files: what loads, what is refused and why, saving, formats, and the check of the machine."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

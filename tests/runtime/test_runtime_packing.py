@@ -1,8 +1,6 @@
 """Packing of weights: every element is where the packing says, the rest is zero, rounding is right; and what a module's
 own C interface packs is that, to the bit."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Weights from safetensors files and PyTorch checkpoints, and the command line that takes them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

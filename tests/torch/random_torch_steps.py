@@ -3,8 +3,6 @@
 ``draw(seed)`` makes a module and says how :func:`ecornn.torch.cell` is called for it, and what must come of it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

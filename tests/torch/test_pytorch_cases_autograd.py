@@ -2,8 +2,6 @@
 (hooks, pruning, parametrizations, averaging, exporters), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by
 intent, with what differs and why."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -2,8 +2,6 @@
 nn/test_packed_sequence.py), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by intent, with what differs
 and why."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -162,8 +160,7 @@ EVERY = "LSTM GRU RNN"
     (EVERY, {"colour": 3}, TypeError, "unexpected keyword argument 'colour'"),
     ("GRU RNN", {"proj_size": 3}, ValueError, "proj_size argument is only supported for LSTM, not RNN or GRU"),
     *(("LSTM", {"proj_size": size}, ValueError, "proj_size") for size in (-1, H, H + 1)),
-    *(("RNN", {"nonlinearity": word}, ValueError, "'tanh' or 'relu'") for word in ("garbage", "")),
-])
+    *(("RNN", {"nonlinearity": word}, ValueError, "'tanh' or 'relu'") for word in ("garbage", ""))])
 def test_construction_errors(names: str, options: dict[str, Any], kind: type[Exception], words: str):
     """test_errors, test_projections_errors_on_gru_and_rnn: what PyTorch says of a wrong constructor's argument is what
     ours says."""

@@ -1,8 +1,6 @@
 """What PyTorch tests of RNN, LSTM and GRU (its test_nn.py, test_autograd.py), of ecornn.torch's layers.
 docs/PYTORCH_CASES.md lists these by intent, with what differs and why."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from typing import Any

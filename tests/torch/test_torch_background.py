@@ -1,7 +1,5 @@
 """Calls before their module is compiled: PyTorch's own layer computes them, forward and backward, and nobody waits."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

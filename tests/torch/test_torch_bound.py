@@ -2,8 +2,6 @@
 is compiled with: by streams and captures, cuDNN's settings and a layer's own word, with layers that only take notes;
 and what of packed sequences lies in which columns."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import nullcontext
@@ -265,8 +263,7 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
     assert layers.serves(x_of(), (3, 2)) and len(asked) == 2
 
 
-def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any,
-                                                                             monkeypatch: pytest.MonkeyPatch):
+def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "start", lambda spec, target: background.Job(spec, target, gpu.module))
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
     with background.accepting():

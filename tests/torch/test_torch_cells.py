@@ -1,7 +1,5 @@
 """ecornn.torch's cells against torch.nn's in float64: one call, loops, gradients, and what surrounds a cell."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -5,8 +5,6 @@ As a program: one of the two processes, which train a stack with the same weight
     python tests/torch/test_torch_distributed.py RANK FILE
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 like it does not; weights may be written in ways which PyTorch does not count; and those that are new at each call are
 packed where the last ones were, by the module's code."""
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess
@@ -80,11 +78,10 @@ def test_what_does_not_fit_is_refused_and_said(remembered: bool, taken: list[Any
             ((x, (state, state[..., 1:])), ShapeError, ["c_0.shape"]),
             ((x, (state, state.double())), DTypeError, ["c_0.dtype"]),
             ((x, (state.double(), state)), DTypeError, ["h_0.dtype"]),
-            ((x, state), ArgumentError, ["hx", "(h_0, c_0)"]),
-            ((x, (None, state)), ArgumentError, ["h_0"]), ((x, (state, None)), ArgumentError, ["c_0"]),
+            ((x, state), ArgumentError, ["hx", "(h_0, c_0)"]), ((x, (None, state)), ArgumentError, ["h_0"]),
+            ((x, (state, None)), ArgumentError, ["c_0"]),
             ((x.double(),), DTypeError, ["input.dtype", "float64", "float32"]),
-            ((x.bfloat16(),), DTypeError, ["float32, as the weights'"]),
-            ((x.int(),), DTypeError, ["input.dtype"]),
+            ((x.bfloat16(),), DTypeError, ["float32, as the weights'"]), ((x.int(),), DTypeError, ["input.dtype"]),
             ((torch.randn(3, 2, I + 1),), ShapeError, ["input.shape"]), ((x[..., 1:],), ShapeError, ["input.shape"]),
             *(((wrong,), ArgumentError, ["a tensor or a PackedSequence"]) for wrong in (None, "x", [[1.0]], 3))]:
         with pytest.raises(kind) as caught:
@@ -247,14 +244,12 @@ def test_a_weight_that_is_none(kind: str):
 
 # -- writes that leave no trace ------------------------------------------------------------------
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "halved": lambda weight: weight.data.mul_(0.5),
-    "clamped": lambda weight: weight.data.clamp_(-0.1, 0.1),
+    "halved": lambda weight: weight.data.mul_(0.5), "clamped": lambda weight: weight.data.clamp_(-0.1, 0.1),
     "averaged": lambda weight: weight.data.copy_(0.9 * weight.data + 0.01),
     "by numpy": lambda weight: weight.detach().numpy().__imul__(0.5),
     "in inference mode": torch.inference_mode()(lambda weight: weight.mul_(2)),
     "by a vector": lambda weight: torch.nn.utils.vector_to_parameters(0.3 * weight.detach().reshape(-1), [weight]),
-    "initialized": lambda weight: torch.nn.init.uniform_(weight, -0.2, 0.2),
-}
+    "initialized": lambda weight: torch.nn.init.uniform_(weight, -0.2, 0.2)}
 
 
 @pytest.mark.parametrize("how", WRITES)

@@ -1,8 +1,6 @@
 """ecornn.torch's layers against torch.nn's: a matrix of options as PyTorch's own tests have, what surrounds a layer,
 and what a layer that replace() compiles still is: to isinstance, pickles, parametrizations and PyTorch's compilers."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,8 +1,6 @@
 """What is done with whole models: first calls that compile and say so, prepare(), profile(), and programs of
 torch.export and AOTInductor in processes that compile nothing, with modules from a folder."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

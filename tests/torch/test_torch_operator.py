@@ -1,7 +1,5 @@
 """ecornn.torch under what watches PyTorch's calls: modes, transforms, subclasses, tracers, exported programs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Cells of one's own in PyTorch: ecornn.torch.Recurrent, layers of these, and of built-in ones with options, that
 train; and ``ecornn.torch.cell``, steps that are written in PyTorch, as cells."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -162,8 +160,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
     "rows alike": (lambda m, x, h: h + m.scale * torch.arange(len(h))[:, None], "differs between rows of the batch"),
-    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read"),
-}
+    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read")}
 NO_LINE = ("number", "returned")
 
 

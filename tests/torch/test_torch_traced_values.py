@@ -4,8 +4,6 @@ values and gradients through several steps, or an error of ours; and each operat
     ECORNN_RANDOM=0:500 python -m pytest -m exhaustive -s tests/torch/test_torch_traced_values.py
 """
 
-from __future__ import annotations
-
 import collections
 import warnings
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """Training with ecornn.torch on a CPU: gradients against torch.nn in float64, what surrounds a backward pass, and what
 is kept for it. The cases of PyTorch's own tests are in test_pytorch_cases_*.py."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

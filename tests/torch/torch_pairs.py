@@ -1,8 +1,6 @@
 """What tests of layers in PyTorch share: a layer of ours and torch.nn's in float64 on the same weights, calls and
 gradients of both. Sizes are the same in many files: these share what is compiled for them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Steps in PyTorch, and what such are made of: subclasses, functions with a backward of their own, statements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

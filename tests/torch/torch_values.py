@@ -1,7 +1,5 @@
 """How tests compare what layers in PyTorch give: tensors, tuples of them, packed sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

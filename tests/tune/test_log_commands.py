@@ -1,7 +1,5 @@
 """`ecornn log`: lists, merges, imports, prunes and verifies logs: nothing valid is lost, and nothing counts twice."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """The log's format: whatever is in a file, also mutated lines and compressed, records come out or a problem that names
 the line; files are written whole, and none that is larger than it looks is read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma
@@ -29,11 +27,10 @@ DAY = "2026-01-31T12:00:00Z"
 
 
 def trial(**changes: object) -> Trial:
-    fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100,
-              "schedule": "persistent", "revision": 1, "generation": 2,
-              "config": {"blocks": 100, "hidden": True, "m": "x"},
-              "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]),
-              "check": 1e-3, "source": "00ff"}
+    fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100, "schedule": "persistent",
+              "revision": 1, "generation": 2, "config": {"blocks": 100, "hidden": True, "m": "x"},
+              "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]), "check": 1e-3,
+              "source": "00ff"}
     return Trial(**{**fields, **changes})
 
 

@@ -1,8 +1,6 @@
 """What a search is asked for: what it refuses before anything is started, which device a target means, and which
 devices are the same to runs, records and servers."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

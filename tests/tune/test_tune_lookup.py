@@ -1,7 +1,5 @@
 """Which record is used, and what is said about it."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

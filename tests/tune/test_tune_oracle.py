@@ -1,8 +1,6 @@
 """The float64 answers that candidates are checked against, of layers and of the recurrences of adjoints; and naming
 cells across processes."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib.util

@@ -1,8 +1,6 @@
 """A kernel that never ends, a wild store, a wrong output, too little memory, planted in some candidates of a real run:
 each costs one trial, on this CPU and on a real GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,8 +1,6 @@
 """Searches for an H100 on which every build and measurement is made up: of both passes of a layer that trains, of
 lists, and what the processes that build compute for a run besides its candidates; and both passes on a real GPU."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,8 +1,6 @@
 """Worker processes: hangs, crashes, failures and interruptions, threads that share a session's processes, and SIGKILL
 at any moment: at most the trial under way is lost, and no process or file stays behind."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """Measuring through TVM's RPC: a tracker and servers on this machine, one of which is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,8 +1,6 @@
 """A run: how candidates are timed, and which gain that shows; with times that are computed, what is tried, when it
 ends, what the log has, and what a person sees."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Config space and its scan, cost model and search, without building anything."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

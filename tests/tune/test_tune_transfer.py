@@ -1,8 +1,6 @@
 """Records that do not apply teach: seeds to re-check, and samples for the model; they serve cells of the same products,
 and younger schedules compete with them."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from pathlib import Path

@@ -5,8 +5,6 @@ do: ``ok``, ``wrong``, ``fickle`` (wrong from the second run on), ``raise``, ``c
 ``slow_build`` and ``bad_build``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
