@@ -177,7 +177,6 @@ def same_as_file(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a libcuda.so.1 that takes notes."""
     folder = tmp_path_factory.mktemp("driver")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler, "these tests need a C compiler"

@@ -88,7 +88,6 @@ OPTIONS = ("lstm(peepholes)", "lstm(coupled)", "lstm(layer_norm)", "lstm(clip=3)
 
 
 def layers() -> Iterator[Layer]:
-    """The layers, each different from the others."""
     for cell in BUILTIN:
         products = () if cell == "indrnn" else ("persistent", "layout_transform")
         for schedule in (*products, "elementwise" if cell == "indrnn" else "fused_step"):
@@ -164,7 +163,6 @@ def layers() -> Iterator[Layer]:
 
 
 def trained() -> Iterator[Layer]:
-    """Layers that train."""
     for keep in ("states", "gates"):
         for cell in ("lstm", "gru", "rnn_tanh", "slstm", "lstm(layer_norm)"):
             yield Layer(cell, stack=Stack(keep=keep), sizes=(50, 16, 72, 264))
@@ -180,12 +178,10 @@ def trained() -> Iterator[Layer]:
 
 
 def cell_of(layer: Layer) -> Cell:
-    """The layer's cell: of the tests, or built in."""
     return CPU_CELLS.get(layer.cell) or ALL_CELLS.get(layer.cell) or get(layer.cell)
 
 
 def program_of(layer: Layer) -> Program:
-    """The program, of configurations that no record has a say in."""
     T, B, I, H = layer.sizes
     dtype, precision = ("float32", "tf32") if layer.dtype == "tf32" else (layer.dtype, None)
     cell, device = cell_of(layer), DEVICES[layer.device]
@@ -255,7 +251,6 @@ def digest(text: str) -> str:
 
 
 def digests_of(layer: Layer) -> dict[str, str]:
-    """Kind of digest -> digest."""
     program = program_of(layer)
     cuda._latest.clear()  # or an equal kernel of another layer would lend its names
     code, host = code_of(program, DEVICES[layer.device])
@@ -265,7 +260,6 @@ def digests_of(layer: Layer) -> dict[str, str]:
 
 @cache
 def kept() -> dict[str, dict[str, str]]:
-    """The digests in the file, by layer."""
     found: dict[str, dict[str, str]] = json.loads(FILE.read_text())
     return found
 

@@ -126,7 +126,6 @@ MUTANTS = (
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of the files that git knows, importable from the folder that is returned."""
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     for name in filter(None, names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

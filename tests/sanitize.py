@@ -27,7 +27,6 @@ SECONDS = 300
 
 
 def cell_of(name: str) -> Any:
-    """A cell by its name, also of those that only tests have."""
     import exact
     import other_cells
     import smaller_matrices
@@ -42,7 +41,6 @@ def cell_of(name: str) -> Any:
 
 
 def build(name: str, folder: str) -> None:
-    """Compiles a case into ``folder``. Where that fails, its runs find no file and say so."""
     from msgspec.structs import replace
 
     import ecornn
@@ -57,12 +55,10 @@ def build(name: str, folder: str) -> None:
 
 
 def file_of(name: str, folder: str) -> str:
-    """A case's module file."""
     return str(Path(folder, name.replace(" ", "_") + ".so"))
 
 
 def once(name: str, folder: str) -> tuple[float, float]:
-    """Runs a compiled case; the relative error of y, and what it may be."""
     import torch
     from limits import relative
 
@@ -106,7 +102,6 @@ def wanted_of(layer: Any, x: Any, weights: dict[str, Any], masks: dict[str, Any]
 
 
 def weights_of(of: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Random weights of a case, by the names that ``bind`` takes."""
     from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights
 
     (_, _, I, H), stack = of["sizes"], of["stack"]
@@ -187,7 +182,6 @@ def gradients_of(name: str, x: Any, weights: dict[str, Any], states: list[Any], 
 
 
 def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
-    """Whether a case is clean, and what there is to say."""
     command = ["compute-sanitizer", *TOOLS[tool], sys.executable, __file__, "--once", name, "--folder", folder]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -201,7 +195,6 @@ def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="also write the report there")
     cores = len(os.sched_getaffinity(0))

@@ -42,7 +42,6 @@ SMALL = [Layer(name=f"{cell} 3x2x8x8 float32", case=Case(cell=cell, input=8, **C
 
 
 def made_by(folder: Path, program: str, *arguments: str) -> Any:
-    """Runs a program of the benchmarks and returns the results that it writes."""
     output = folder / "output.json"
     done = subprocess.run([sys.executable, ROOT / "benchmarks" / program, *arguments, "--output", output], text=True,
                           capture_output=True)
@@ -64,7 +63,6 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`make bench` on a GPU, with programs that only write what they were asked for."""
     calls = []
 
     def fake(*arguments: object) -> bool:
@@ -201,7 +199,6 @@ def test_cases_of_columns():
 
 
 def test_a_row_of_training_in_columns():
-    """The median of its draws."""
     sides = [f"{side}{part}_us" for side in compare_packed.TRAINED for part in ("", "_step")]
     draws = [{name: seed + 1.0 for name in (*sides, "cudnn_step_us", "share", "step_share")} | {"error": 1e-4}
              for seed in range(3)]
@@ -217,7 +214,6 @@ LOOP = "\n".join([
 
 
 def test_loops_are_counted():
-    """Negated multiply-adds are multiply-adds, as in loops of pairs."""
     (found,) = loops(LOOP)
     assert found == {"instructions": 19, "fma": 10, "additions": 5, "vector_arithmetic": 15, "broadcasts": 1,
                      "loads": 1, "spills": 1}

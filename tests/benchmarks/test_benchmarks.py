@@ -45,7 +45,6 @@ def layers() -> list[Layer]:
 
 
 def result(layer: Layer, us: float, ratio: float) -> Row:
-    """A measurement, as `ecornn bench` has it."""
     work = layer.case.layer().workload
     times = {side: Times(us * f, us * f - 0.01, us * f + 0.01, us * f, us * f, us * f, 9)
              for side, f in (("ecornn", 1.0), (layer.against[0], ratio))}
@@ -77,7 +76,6 @@ def test_the_grid():
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in GRIDS])
 def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each layer can be asked for, as can each side of ours that is another cell; whom it is compared with is known."""
     monkeypatch.chdir(ROOT)
     grid = read_grid(path)
     for one in grid.expanded(path.name):
@@ -133,7 +131,6 @@ def test_blocks_and_clusters():
 
 
 def test_floors_grow():
-    """With the batch, the size and the data type, all else equal."""
     for layer in layers():
         work = layer.case.layer().workload
         least = floors.floor(floors.H100, work.cell, work.batch, work.input, work.hidden, work.arithmetic).total
@@ -252,7 +249,6 @@ def test_what_a_log_is_worth_elsewhere():
 
 
 def test_compile_time_reads_nvccs_own_report(tmp_path: Path):
-    """Of two sources the one that took longest; lines of other phases and the head are left out."""
     times = tmp_path / "t.csv"
     assert compile_times.slowest(times) == {}
     line = "{} , {} , in , out , compute_90a , nvcc , {} , ms\n"
@@ -372,7 +368,6 @@ def test_rows_of_another_device_go_to_another_file(tmp_path: Path):
 
 @pytest.mark.slow
 def test_layers_in_processes_of_their_own(tmp_path: Path):
-    """A layer that fails costs no other one anything."""
     text = SMALL.replace('"gru"', '"lstm(nothing)"').replace('"torch", "loop"', '"none"')
     found = json.loads(bench("--grid", str(grid_file(tmp_path, text)), "--jobs", "1", "--longest", "600", "--json",
                            code=1).stdout)["rows"]

@@ -31,14 +31,12 @@ H100 = KNOWN["sm_90a"]
 
 
 def row_of(cell: str, dtype: str, schedule: str, config: dict, size: tuple[int, ...] = (20, 4, 256, 256)) -> dict:
-    """A row of the grid."""
     return dict(zip("TBIH", size, strict=True)) | {
         "name": f"{cell} {'x'.join(map(str, size))} {dtype}", "cell": cell, "dtype": dtype, "schedule": schedule,
         "config": config}
 
 
 def test_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Stages of real kernels, on this CPU, add up."""
     monkeypatch.setattr(turns, "foreign", lambda: 0.0)
     monkeypatch.setattr(turns, "settle", lambda: None)
     layer = why_above_floor.layer_of(row_of("lstm", "float32", "cpu_sequence", {}, (5, 3, 8, 8)))
@@ -175,7 +173,6 @@ def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dic
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("second", [True, False])
 def test_bare_cells(given: bool, second: bool):
-    """The cell's graph against the same formula in NumPy, over enough steps for the state to settle."""
     cell = Bare(3, second, given)
     rng = np.random.default_rng(0)
     weights = {cell.parameter_name(k): cell.sample(k, shape, rng).astype(np.float32).reshape(-1, *shape[2:])

@@ -34,7 +34,6 @@ SMALL = ["lstm:64:2:10:bfloat16", "gru:64:1:10:float16"]
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An H100 whose processes sleep, and logs of its own."""
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.01, 0.002]))
     monkeypatch.setattr(sessions, "present", lambda target: H100)

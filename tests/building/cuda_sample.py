@@ -95,17 +95,14 @@ def functions() -> dict[str, Any]:
 
 
 def program() -> Program:
-    """The program; its only batch size is 1."""
     return Program.running(functions(), BUFFERS, CALLS)
 
 
 def run(steps: int = 2, stream: int = 7, device: int = 0, batch: int = 1) -> str:
-    """Code that calls the entry ``run`` of a module ``m``, whose buffers lie at :data:`POINTERS`."""
     return f"m['run']({steps}, {batch}, {device}, {stream}, *{POINTERS})\n"
 
 
 def manifest(device: Device = KNOWN["sm_90a"]) -> Manifest:
-    """A manifest for it."""
     return Manifest(Workload("sample", N, N), device, "sample", {"tile": 2}, "made by a test", ("h",), "h",
                     (), BUFFERS, {"run": tuple(b.name for b in BUFFERS)}, {"ecornn": "test"})
 
@@ -138,5 +135,4 @@ def child(code: str, module: Path, driver: Path | None = None, *arguments: objec
 
 
 def raised(code: str) -> str:
-    """Code that prints type and message of what ``code`` raises."""
     return f"try:\n    {code.strip()}\nexcept Exception as e:\n    print(type(e).__name__, e)\n"

@@ -27,7 +27,6 @@ from ecornn.targets import KNOWN
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Generated]:
-    """The sample program's module file, for the GPU at hand or for sm_90a."""
     out = tmp_path_factory.mktemp("module") / "sample.so"
     manifest = cuda_sample.manifest(detect() or KNOWN["sm_90a"])
     return out, build_module(cuda_sample.program(), manifest, out)
@@ -46,7 +45,6 @@ def test_kernels_know_the_order_of_what_they_read(kernels: dict[str, Kernel]):
 
 
 def restricted(calls: tuple, **attributes: bool) -> set[str]:
-    """The kernels whose parameters are ``__restrict__``."""
     functions = {name: f.with_attr({f"tirx.{k}": v for k, v in attributes.items()}) if attributes else f
                  for name, f in cuda_sample.functions().items()}
     source = lower(Program.running(functions, cuda_sample.BUFFERS, calls), "sm_90a")[1]
@@ -268,7 +266,6 @@ def test_the_gpu_is_described_by_its_driver(built: tuple[Path, Generated], fake:
 
 
 def tensors(steps: int) -> Iterator[np.ndarray]:
-    """x, h and w that float16 and bfloat16 hold exactly."""
     random = np.random.default_rng(0)
     for most, shape in ((8, (steps, cuda_sample.N)), (8, cuda_sample.N), (4, cuda_sample.N)):
         yield random.integers(-most, most + 1, shape).astype(np.float64) / 8

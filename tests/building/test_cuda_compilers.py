@@ -36,7 +36,6 @@ def test_nvcc_and_its_errors(real_nvcc: None):
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
 def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
-    """In every data type: products, exchanges and functions that the compiler replaces."""
     plans = [plan("slstm", hidden=64, batch=3, dtype=dtype, precision=precision, target=arch, schedule=schedule)
              for schedule, dtype, precision in (("persistent", "float16", None), ("layout_transform", "bfloat16", None),
                                                 ("persistent", "float32", "exact"), ("persistent", "float32", "tf32"))]
@@ -130,7 +129,6 @@ def test_resources_are_those_of_the_entry():
 
 
 def test_nvrtc_does_the_same(monkeypatch: pytest.MonkeyPatch):
-    """With the headers of half precision, which the sample includes."""
     monkeypatch.setenv(nvcc.ENVIRONMENT, "nvrtc")
     source = lower(cuda_sample.program(), "sm_90a")[1]
     assert all(f"#include <{name}.h>" in source for name in ("cuda_fp16", "cuda_bf16"))
@@ -166,7 +164,6 @@ def test_architectures():
 
 
 def compiler_of(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """The host's."""
     (folder / "c++").write_text(program)
     (folder / "c++").chmod(0o755)
     monkeypatch.setenv("CXX", str(folder / "c++"))
@@ -197,8 +194,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Maker:
-    """Counts how often something is made."""
-
     def __init__(self, content: bytes = b"code") -> None:
         self.content, self.made = content, 0
 

@@ -37,7 +37,6 @@ NOTE = re.compile(r"(\w+) (.*?)\s*stream=(\d+)")
 
 
 def build(of: Program | tuple[programs.Call, ...], folder: Path) -> Path:
-    """The module file of a program, or of calls of the sample's kernels."""
     if not isinstance(of, Program):
         names = {launch.function for launch in programs.launches(of)}
         functions = {name: f for name, f in cuda_sample.functions().items() if name in names}
@@ -64,7 +63,6 @@ def wave(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(notes: list[str]) -> list[list[int]]:
-    """Of each launch."""
     return [[int(v) for v in note.split(" arguments ")[1].split()] for note in notes if " arguments " in note]
 
 
@@ -111,7 +109,6 @@ def test_branches_come_after_what_was_before_and_before_what_follows(both: Path,
 
 
 def test_branches_may_have_branches(tmp_path: Path, fake: Path):
-    """Those of a branch come after what it has before them, and before what follows, as everywhere."""
     inner = Concurrent(((Loop((STEP,)),), (LAST,)))
     out = build((Concurrent(((TOTAL, inner, TOTAL), (LAST, inner))), LAST), tmp_path)
     found = history(child(run(1) + run(1), out, fake).calls)
@@ -216,7 +213,6 @@ def test_what_was_forked_is_joined_after_an_error(both: Path, fake: Path, fail: 
 @pytest.mark.parametrize(("steps", "batch", "chunks"), [
     (19, 1, (8, 8, 3)), (24, 2, (8, 8, 8)), (25, 3, (16, 9)), (9, 1, (8, 1)), (100, 1, (40, 40, 20))])
 def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, chunks: tuple[int, ...]):
-    """Each with its rows, its steps and its states, after the one before it and that of the layer before."""
     notes = child(run(steps, batch=batch), wave, fake).calls
     assert programs.chunk_steps(steps, 3, 5) == chunks[0]
     found = history(notes)
@@ -285,7 +281,6 @@ def test_the_longest_call_is_one_that_can_be_counted(tmp_path: Path, fake: Path)
 
 
 def with_entry(*calls: programs.Call, takes: tuple[str, ...]) -> Program:
-    """The CUDA sample with an entry ``backward`` beside ``run``."""
     program = cuda_sample.program()
     return replace(program, entries={**program.entries, "backward": Entry(calls, takes)})
 

@@ -102,7 +102,6 @@ def text_of(name: str) -> str:
 
 
 def kernels(text: str) -> dict[str, str]:
-    """Functions of the program, and the definitions of their kernels."""
     found = re.finditer(r'^extern "C" __global__ void [^{;]*?(\w+)_kernel\([^{;]*\) \{\n.*?^}', text, re.M | re.S)
     return {match[1]: match[0] for match in found}
 
@@ -163,7 +162,6 @@ def test_notes_leave_nothing_in_what_is_compiled(name: str, monkeypatch: pytest.
 
 
 def results(name: str, folder: Path, *changes: Callable[[str], str]) -> list[list[np.ndarray]]:
-    """y and the last states, by each text."""
     (task, program), found = known(name), []
     w = task.workload
     given = inputs(w.cell, (w.seq, w.batch, w.input, w.hidden), w.dtype, task.graph.parameters,
@@ -196,7 +194,6 @@ def test_it_trains_as_the_compiled_text_does(name: str, tmp_path: Path, monkeypa
 
 
 def test_a_fault_in_the_text_would_be_seen(tmp_path: Path):
-    """Of a read text with another sign, so that the comparison above is one."""
     text = compilable(text_of("mma"))
     broken = re.sub(r"(float gate__2 = \S+) \+ ", r"\1 - ", text, count=1)
     (right, *_), (wrong, *_) = results("mma", tmp_path, lambda _: text, lambda _: broken)
@@ -298,8 +295,6 @@ def test_structure_ignores_names_alone():
 
 
 class Named(Cell):
-    """A gated unit with names of the caller's choice: of its states, parameters and tensors."""
-
     def __init__(self, name: str, states: tuple[str, str], parameters: tuple[str, str],
                  tensors: tuple[str, ...]) -> None:
         self.name, self.states, self.names, self.tensors = name, states, parameters, tensors
@@ -333,7 +328,6 @@ def test_source_has_the_names_of_the_step(schedule: str):
 
 
 def test_the_code_in_the_docs_is_what_is_generated():
-    """The same lines for any sizes, where four warps share a product."""
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
     shown = text.split("```c\n")[1].split("```")[0].splitlines()
     made, task = all_schedules()["persistent"], task_of("lstm", SHAPES[4], "bfloat16")

@@ -113,7 +113,6 @@ class Projected(Formula):
 
 
 def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, Parameters, list[Any]]:
-    """x, parameters in te shape and first states: values of float16 in float32; states behind the first are zero."""
     rng = np.random.default_rng(0)
 
     def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:

@@ -34,7 +34,6 @@ Step = Callable[[Any, list[Any], dict[str, Any]], list[Any]]
 
 
 def cell_of(name: str | Cell) -> Cell:
-    """The cell of that name; one that has a ``formula`` of its own may be passed itself."""
     return name if isinstance(name, Cell) else OF_STEP.get(name) or get(name)
 
 
@@ -43,7 +42,6 @@ def width(name: str) -> int:
 
 
 def formula(name: str | Cell) -> Step:
-    """The cell's step in NumPy, apart from its te graph."""
     cell: Any = cell_of(name)
     if name in OF_STEP or cell is name:
         return lambda x, states, p: list(cell.formula(x, dict(zip(cell.states, states, strict=True)), p)[0].values())
@@ -62,8 +60,6 @@ def adjoint_of(name: str) -> Adjoint:
 
 
 class Sample(Call):
-    """Random arguments of a cell; gradients of its y and final states."""
-
     def __init__(self, name: str, seed: int = 0) -> None:
         rng, graph = np.random.default_rng(seed), graph_of(name)
         x = rng.normal(size=(T, B, width(name)))

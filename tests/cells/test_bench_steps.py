@@ -28,7 +28,6 @@ PUBLISHED = [pytest.param(cell, id=name, marks=() if name in USUAL else pytest.m
 
 
 def run(cell: Cell, width: int, hidden: int, batch: int) -> tuple[Any, Any]:
-    """The states after three steps, by PyTorch and by NumPy."""
     rng = np.random.default_rng(0)
     p = {n: np.asarray(cell.sample(n, s, rng), np.float64) for n, s in cell.parameters(width, hidden).items()}
     x = rng.uniform(0.05, 1, (3, batch, cell.row_width(width, hidden)))

@@ -31,13 +31,11 @@ def faulty(step: Any) -> Given:
 
 
 def over(size: int, value: Any, reduce: Any = te.sum, **options: Any) -> Any:
-    """The reduction of ``value(k)``."""
     k = te.reduce_axis((0, size), "k")
     return reduce(value(k), axis=k, **options)
 
 
 def less(h: Any, number: Any, row: Any = lambda b: b) -> Any:
-    """A step that takes a number of each row off."""
     return [pointwise(lambda b, j: h[b, j] - number[row(b)], h)]
 
 
@@ -193,7 +191,6 @@ def test_a_program_that_is_profiled_compiles_and_is_profiled_on():
 
 
 def computed(value: Any) -> Any:
-    """A step whose new state is ``value(W x + R h + b, b, j)``."""
     def step(x: Any, h: Any, p: Any) -> Any:
         wx, rh, v = product(x, p["W"], 0), product(h, p["R"], 0), p["b"]
         return [pointwise(lambda b, j: value(wx[b, j] + rh[b, j] + v[0, j], b, j), h)]  # here

@@ -48,7 +48,6 @@ class Computed(Cell):
 
 
 def formula(x: Any, h: Any, p: dict[str, Any]) -> Any:
-    """y (T, B, H) in PyTorch, of what is learned, by the names and shapes that a layer has it in."""
     p, y = {name.removesuffix("_l0"): value for name, value in p.items()}, []
     unit, decay = p["N"] / p["N"].norm(dim=1, keepdim=True), torch.exp(-torch.exp(p["log_tau"]))
     for row in x:
@@ -60,7 +59,6 @@ def formula(x: Any, h: Any, p: dict[str, Any]) -> Any:
 
 
 def drawn(seed: int = 0) -> tuple[dict[str, Any], Any, Any]:
-    """What is learned, x and the first state, float64."""
     rng = np.random.default_rng(seed)
     learned = {f"{n}_l0": rng.uniform(-0.5, 0.5, (s[0] * s[1], *s[2:])) for n, s in Computed().learned(I, H).items()}
     return learned, rng.uniform(-1, 1, (T, B, I)), rng.uniform(-1, 1, (B, H))
@@ -75,7 +73,6 @@ def layer(**options: Any) -> Any:
 
 
 def test_numpy():
-    """Of weights by name, those of the step; a module and the reference are of these."""
     learned, x, h = drawn()
     weights = derive(Computed(), learned, I, H)
     assert {n: w.shape for n, w in weights.items()} == {"W_l0": (H, I), "R_l0": (4 * H, H), "decay_l0": (H,),
@@ -88,7 +85,6 @@ def test_numpy():
 
 
 def test_gradients_reach_what_is_learned(one_thread):
-    """A layer's parameters are what is learned; gradients add up over backward passes, as PyTorch's."""
     learned, x, h = (drawn()[0], *(torch.from_numpy(v) for v in drawn()[1:]))
     ours, theirs = layer(), {n: torch.from_numpy(w).requires_grad_() for n, w in learned.items()}
     assert {n for n, _ in ours.named_parameters()} == {*learned}
@@ -140,7 +136,6 @@ def test_what_is_computed_is_kept_until_it_changes(one_thread):
 
 
 def test_stacks_and_copies(one_thread):
-    """Two layers, both directions: names of each, and a copy that goes its own way."""
     made = layer(num_layers=2, bidirectional=True)
     x = torch.from_numpy(drawn()[1])
     with torch.no_grad():
@@ -156,7 +151,6 @@ def test_stacks_and_copies(one_thread):
 
 
 def test_exported(one_thread):
-    """A program computes them itself."""
     made, x = layer().eval(), torch.from_numpy(drawn()[1])
     program = torch.export.export(made, (x,)).module()
     with torch.no_grad():

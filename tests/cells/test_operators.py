@@ -48,7 +48,6 @@ CALLS = [key for key, row in OPERATORS.items() if not row.fields]
 
 
 def expression(key: str, *operands: Any) -> Any:
-    """The operator on TVM scalars."""
     if key in ("Select", "if_then_else"):
         return (tirx.Select if key == "Select" else tirx.if_then_else)(operands[0] > 0.0, *operands[1:])
     if key == "Cast":
@@ -158,7 +157,6 @@ class Calls(Cell):
 
 
 def values(x: Any) -> Iterator[Any]:
-    """The new states of :class:`Calls` by the table's own functions."""
     for key in CALLS:
         low, high = WITHIN.get(key, (-2, 2))
         operand = x * (high - low) + low
@@ -167,7 +165,6 @@ def values(x: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_cpus_compute_every_function(dtype: str):
-    """In float64 to as many units in the last place."""
     layer = ecornn.compile(Calls(), hidden=16, input=16, batch=3, dtype=dtype, target="cpu").bind({})
     x = np.random.default_rng(0).integers(0, 1024, (1, 3, 16)).astype(dtype) / 1024
     _, states = layer(x)
@@ -178,7 +175,6 @@ def test_cpus_compute_every_function(dtype: str):
 
 
 def test_the_reference_computes_every_function():
-    """Which candidates of the tuner are checked against."""
     x = np.random.default_rng(0).integers(1, 1024, (1, 3, 16)) / 1024
     _, states = ecornn.reference(Calls(), x, {}, [np.zeros((3, 16))] * len(CALLS))
     for key, got, expected in zip(CALLS, states, values(x[0]), strict=True):

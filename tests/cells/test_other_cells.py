@@ -164,7 +164,6 @@ def test_equal_values_share_the_gradient():
 
 
 def test_mean_and_variance_of_groups_are_one_exchange():
-    """As they are of all units; of groups, and of narrow values."""
     for name, phase in ("grouped", 0), ("chunks", 1):
         graph = task_of(name, "float32").graph
         assert [s.squares is not None and s.units is not None for s in graph.phases[phase].statistics] == (
@@ -203,7 +202,6 @@ def test_cells_that_are_wrong_are_told_so(step: Any, says: str):
 
 
 def of_four(h: Any, at: Any, count: int = 3, size: int = 4) -> Any:
-    """Each unit less what it reads of maxima of ``count`` groups of ``size``."""
     k = te.reduce_axis((0, size), "k")
     most = te.compute((h.shape[0], count), lambda b, g: te.max(h[b, g * size + k], axis=k), name="most")
     return pointwise(lambda b, j: h[b, j] - most[b, at(j)], h)
@@ -260,7 +258,6 @@ def test_training_of_late_operands_compiles_for_a_gpu(name: str):
 
 @pytest.mark.parametrize("schedule", ["persistent", "persistent_wide"])
 def test_registers_suffice_for_late_operands(schedule: str):
-    """Inputs of two steps are kept: nothing spills."""
     task = emulated.task_of("lru", (300, 64, 512, 1024), "bfloat16", KNOWN["sm_90a"], Traversal(lengths=True))
     found = all_schedules()[schedule]
     assert found.serves(task) is None
@@ -270,8 +267,6 @@ def test_registers_suffice_for_late_operands(schedule: str):
 
 
 class Normalized(Formula):
-    """The late operand takes statistics of x."""
-
     name, states, shapes = "normalized", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def step(self, x, states, p):

@@ -42,8 +42,6 @@ def trained(name: str) -> Any:
 
 
 class Loop:
-    """A schedule of a layer of which it has the loop."""
-
     def __init__(self, schedule: Any, task: Task) -> None:
         self.schedule, self.task = schedule, task
 
@@ -85,7 +83,6 @@ def test_what_has_no_read_out():
     ("mixed", 1, {"bidirectional": True, "lengths": True}), ("read", B, {"lengths": True}),
     ("many", 1, {"reverse": True})], ids=str)
 def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, options: dict[str, bool]):
-    """Of more steps than a chunk has, by several threads."""
     drawn, steps = drawn_of(cell), 2 * T + 1
     module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=batch, seq=2, dtype="float64", target="cpu", **options)
     assert module.manifest.config["chunk"] == 2
@@ -107,7 +104,6 @@ def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, opti
 
 
 def test_help_while_writing():
-    """The reference, the analysed step as text, and the check of a cell."""
     drawn = drawn_of("many")
     y, last = ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first)
     assert [*y] == ["read", "h", "z", "seen"]
@@ -125,7 +121,6 @@ def test_help_while_writing():
 
 
 def test_candidates_are_checked_with_what_a_cell_says(tmp_path: Path):
-    """Values of a time that goes on; answers of the whole rows."""
     cell, path = CELLS["gap"], tmp_path / "answers.npz"
     write(path, cell, Workload(cell.identity(), H, cell.row_width(I, H), B, T), seed=0)
     with np.load(path, allow_pickle=False) as found:
@@ -174,7 +169,6 @@ def test_what_is_no_output_is_refused():
 
 
 def parts(drawn: Drawn) -> tuple[Any, dict[str, Any]]:
-    """x itself, and the sequences beside it."""
     beside = np.split(drawn.x[..., I:], len(drawn.cell.inputs), axis=-1)
     return drawn.x[..., :I], dict(zip(drawn.cell.inputs, beside, strict=True))
 
@@ -236,7 +230,6 @@ def test_what_is_no_input_is_refused():
 
 
 def test_a_layer_of_pytorch_with_outputs():
-    """Both directions, with gradients by autograd; packed sequences; a call like an earlier one."""
     cell = CELLS["split"]
     layer = Recurrent(cell, I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
     x = torch.randn(B, T, I, dtype=torch.float64, requires_grad=True)
@@ -270,7 +263,6 @@ def test_a_layer_of_pytorch_with_outputs():
 
 
 def test_a_layer_of_pytorch_with_inputs():
-    """Gradients of the sequences, too; both directions read them."""
     drawn = drawn_of("masked")
     layer = Recurrent(CELLS["masked"], I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
     x, inputs = parts(drawn)

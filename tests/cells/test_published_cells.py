@@ -40,7 +40,6 @@ GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
 
 def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any]]:
-    """x (T, B, I), parameters in te shape, and first states; values of float32."""
     rng, hidden = np.random.default_rng(seed), cell.hidden
     parameters, width = {}, hidden if cell.square else I
     for name, shape in cell.parameters(width, hidden).items():
@@ -53,7 +52,6 @@ def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any
 
 
 def formula(cell: Published, x: Any, parameters: dict[str, Any], states: list[Any]) -> tuple[Any, list[Any]]:
-    """y and the last states by the cell's formula, in float64."""
     p, now, y = {n: v.astype(np.float64) for n, v in parameters.items()}, [s.astype(np.float64) for s in states], []
     for row in x.astype(np.float64):
         made = list(cell.numpy(row, *now, **p))
@@ -72,7 +70,6 @@ def test_there_are_many():
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_te_step_is_the_formula(name: str):
-    """In float64, so that what float32 would hide shows."""
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)

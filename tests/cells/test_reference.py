@@ -24,7 +24,6 @@ RESETS = np.array([[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0,
 
 
 def close(found, wanted, **limits):
-    """That each of some arrays is near to its own."""
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, **limits)
 
@@ -225,7 +224,6 @@ def test_a_cell_that_refuses_sizes_is_asked_for_those_that_fit():
 
 
 def partly(x, h, p):
-    """A step with a sum of a part of each row."""
     k = te.reduce_axis((0, x.shape[1]), "k")
     part = te.compute((x.shape[0],), lambda b: te.sum(x[b, k], axis=k, where=k < 2), name="part")
     return [pointwise(lambda b, j: h[b, j] + part[b], h)]

@@ -41,7 +41,6 @@ def exhaustive(*cases: Any) -> list[Any]:
 
 
 def formula(cell: Cell, x: Any, states: list[Any], parameters: dict[str, Any]) -> tuple[Any, Any]:
-    """y and the last first state."""
     y, last = run(cell, x, dict(zip(cell.states, states, strict=True)), parameters)
     return y, last[cell.states[0]]
 
@@ -130,7 +129,6 @@ def test_the_adjoint(cell: Cell, hidden: int):
     (BlockRNN(2, True), 32), (LowRank(5), 33), (NarrowInput(18, whole=True), 40),
     *exhaustive((BlockRNN(3), 9), (BlockRNN(5), 70), (LowRank(18, whole=True), 40), (NarrowInput(5), 33))], ids=name_of)
 def test_trains_on_a_cpu(cell: Cell, hidden: int):
-    """Heads of whole vectors; of three units, in code of one lane; and of 14, in code of two."""
     call, wanted = training_call(cell, hidden)
     module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", training=True)
     layer = module.bind(flat(call.parameters), threads=2)
@@ -159,7 +157,6 @@ def headed(heads: int, shape: tuple[int, ...] = (1, 12, 4), of_x: bool = False) 
 
 
 def narrow(step: Any) -> Given:
-    """A cell of 6 units that has narrow matrices, and others."""
     shapes = {"V": (1, 3, 6), "U": (1, 6, 3), "T": (1, 6, 2), "X": (1, 6, 12)}
     return Given(lambda x, h, p: [step(h, p)], lambda input, hidden: shapes, unread=tuple(shapes))
 
@@ -200,8 +197,6 @@ def test_what_is_wrong_is_said(cell: Given, input: int, hidden: int, says: str):
 
 
 class Joined(Cell):
-    """One matrix that is trained for h and c side by side, as docs/CELLS.md has it."""
-
     name, states = "joined", ("h", "c")
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -230,8 +225,6 @@ def test_an_operand_of_two_states_is_two_products():
 
 
 class Groups(Cell):
-    """A softmax over each group of units, as docs/CELLS.md has it."""
-
     name, states, groups = "groups", ("h",), 3
 
     def parameters(self, input, hidden):
@@ -252,7 +245,6 @@ class Groups(Cell):
 
 
 def test_softmax_over_groups():
-    """Of what is learned, with gradients: against PyTorch's."""
     import torch
 
     import ecornn.torch

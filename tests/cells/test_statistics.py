@@ -33,8 +33,6 @@ def counts(graph: StepGraph) -> list[tuple[int, int]]:
 
 
 class Written(Formula):
-    """h' = tanh(LN(R h) + W x), the variance written in one way or another."""
-
     name, states, shapes = "written", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def __init__(self, variance: Any) -> None:
@@ -52,7 +50,6 @@ class Written(Formula):
 
 
 def summed(v: Any, value: Any) -> Any:
-    """A sum over the units of each row."""
     k = te.reduce_axis((0, v.shape[1]), "k")
     return te.compute((v.shape[0],), lambda b: te.sum(value(b, k), axis=k), name="total")
 
@@ -143,7 +140,6 @@ def test_masks(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, 
     ("layout_transform", "lstm(layer_norm)", "float16"), ("layout_transform", "gru(layer_norm)", "bfloat16"),
     ("elementwise", "focus", "bfloat16")])
 def test_hoisted_values_in_16_bits(tmp_path: Path, schedule: str, cell: str, dtype: str):
-    """Rounded before and after they are normalized; fewer batch rows than were compiled for."""
     hidden, chosen = 45 if schedule == "layout_transform" else 46, all_schedules()[schedule]
     task = task_of(cell, (4, 5, 31, hidden), dtype)
     config = {**chosen.default(task), "hoisted": "same"}

@@ -56,7 +56,6 @@ def run(*arguments: str, code: int = 0) -> Result:
 
 
 def test_a_layer_against_others(tmp_path: Path):
-    """All sides are right; the same command in words for people, and the row again from its file."""
     said = run(*LSTM, "--against", "torch,onnxruntime,cudnn", "--json", "--csv", str(tmp_path / "rows.csv"))
     assert "compiling" in said.stderr and "cudnn is left out: cuDNN runs on GPUs alone" in said.stderr
     row = json.loads(said.stdout)
@@ -130,7 +129,6 @@ def test_a_grid_that_is_none_is_refused(text: str, said: str, tmp_path: Path):
 
 
 def off(side: Side, factor: Callable[[], float] = lambda: 1.001) -> Side:
-    """The same, but for a factor of its results."""
     return replace(side, call=lambda: {n: v * np.float32(factor()) for n, v in side.call().items()})
 
 

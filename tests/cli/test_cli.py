@@ -39,7 +39,6 @@ LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--t
 
 
 def every(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
-    """The names of each command, as they are typed."""
     for name, command in group.commands.items():
         yield (*names, name)
         if isinstance(command, click.Group):
@@ -51,7 +50,6 @@ COMMANDS = [(), *every(main)]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder of its own for each test, which runs beside it."""
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setattr("ecornn.cli.progress.torch_us", lambda work, device: None)  # seconds for each search
     monkeypatch.chdir(tmp_path)
@@ -69,7 +67,6 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def from_json(*arguments: object, code: int = 0) -> Any:
-    """The JSON of a command, which is all that it writes to standard output."""
     return json.loads(ended(*arguments, "--json", code=code).stdout)
 
 
@@ -86,7 +83,6 @@ def test_every_command_that_finds_something_has_json(names):
 
 
 def test_exit_codes_of_the_reference():
-    """Those of this file are all; test_explain.py has an answer that is no."""
     assert re.findall(r"^\| (\d+) ", site_commands.INTRO, re.MULTILINE) == ["0", "1", "2", "130"]
 
 
@@ -109,7 +105,6 @@ def test_exit_codes_of_the_reference():
     (["log", "best", "junk"], "is no tuning log"), (["log", "ls", "none.jsonl"], "cannot read"),
 ])
 def test_code_2_is_one_message_of_what_cannot_be_done(arguments, said, tmp_path):
-    """And nothing on standard output, nothing written."""
     (tmp_path / "junk").write_bytes(b"junk\n")
     done = ended(*arguments, code=2)
     assert said in done.stderr and not done.stdout and "Traceback" not in done.stderr
@@ -237,7 +232,6 @@ def test_what_was_written_is_no_result(log, arguments, said):
 
 def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
     def heard(line: str) -> str:
-        """What is said until the line has come twice."""
         err = ""
         while err.count(line) < 2:
             time.sleep(0.01)

@@ -101,7 +101,6 @@ def test_rounded_weights_have_fewer_bytes():
 
 
 def test_the_text_and_json():
-    """Every line that people read, in order; what programs read is the same."""
     words = ("explain", "--cell", "lstm", "--hidden", "256", "--batch", "1", "--dtype", "float16", "--target", "sm_90a")
     text = ended(*words).stdout
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
@@ -167,7 +166,6 @@ def test_the_text_is_readable_at_80_columns_and_names_every_parameter(cell: Cell
                                   *(step_cells.CELLS[n] for n in ("gated", "pair", "highway", "leaky"))],
                          ids=lambda c: c.name)
 def test_formulas_of_the_text_compute_the_step(cell: Cell):
-    """Every assignment, read as Python on arrays (H, B), against the te graph."""
     rng, hidden, batch = np.random.default_rng(0), 30, 4
     x, states = rng.normal(size=(batch, hidden)), [rng.normal(size=(batch, hidden)) for _ in cell.states]
     parameters = {n: rng.normal(size=s) for n, s in cell.parameters(hidden, hidden).items()}

@@ -29,7 +29,6 @@ OTHER = {"cell": "gru", "hidden": 24, "input": 16, "batch": 3, "seq": 7, "dtype"
 
 
 def signature(function: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters that are properties of a layer, with their defaults."""
     return {n: p.default for n, p in inspect.signature(function).parameters.items() if n in DEFAULTS}
 
 

@@ -20,7 +20,6 @@ LIMITS = {"float32": (3e-7, 1.5e-7, 2e-7), "float64": (1e-15, 3e-16, 4e-16)}
 
 @pytest.fixture(scope="module", params=LIMITS)
 def functions(request, tmp_path_factory):
-    """name -> function of COUNT values, or of two, in float32 or float64."""
     import tvm_ffi
     real = request.param
     device, (a, b), bound = detect(), (tirx.Var(n, "float32") for n in "ab"), tirx.const(0.25, "float32")

@@ -47,7 +47,6 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def made(folder: Path, team: int) -> list[str]:
-    """A module file, weights, and what it computes on one thread, which NumPy's float64 confirms."""
     sample = Sample(folder, "lstm", I, H, B, T, team=team)
     weights = {f"{n}_l0": p.reshape(-1, *p.shape[2:]) for n, p in sample.parameters.items()}
     np.savez(folder / "weights.npz", **weights)
@@ -61,12 +60,10 @@ def made(folder: Path, team: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[str]:
-    """Of a module for any number of threads."""
     return made(tmp_path_factory.mktemp("openmp"), 0)
 
 
 def run(files: list[str], program: str, **environment: str) -> None:
-    """Runs PROGRAM and this in a process of its own, without PyTorch, whoever else wants the cores."""
     done = subprocess.run([sys.executable, "-c", PROGRAM + program, *files], capture_output=True, text=True,
                           env={**os.environ, "ECORNN_CROWDED": "off", **environment}, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -124,7 +121,6 @@ assert right(call()) and tasks() == before
 
 
 def test_within_a_region(files):
-    """Each of its threads calls; the runtime gives each a team of one."""
     run(files, """
 call, results = layer(3), []
 runtime = openmp()
@@ -174,7 +170,6 @@ assert turns._running.value == 0
 
 
 def test_calls_share_the_cores(files):
-    """Four cores; calls that run in other modules count. A forked child begins anew."""
     run(files, """
 import tvm_ffi
 from ecornn.runtime import turns
@@ -290,7 +285,6 @@ assert ctypes.c_int.in_dll(runtime, "regions").value == 2
 
 
 def test_training_in_the_runtimes_threads(tmp_path: Path):
-    """Gradients are the same to the bit as with one thread of ours."""
     module = ecornn.compile("gru", hidden=64, input=I, batch=B, seq=T, target="cpu", training=True)
     module.save(tmp_path / "gru.so")
     run([str(tmp_path / "gru.so")], """

@@ -197,7 +197,6 @@ def test_what_pairs_are_for():
 
 
 def test_stack_with_lengths():
-    """Pointers that name the same buffer several times, in a program put together of several."""
     module = ecornn.compile("lstm", hidden=24, input=10, layers=2, bidirectional=True, lengths=True, batch=5, seq=6,
                             target="cpu", config=small(4, pairs=3, project_pairs=4, unroll=2, chunk=4))
     rng = np.random.default_rng(0)

@@ -75,7 +75,6 @@ def test_an_object_for_arm(weights, tmp_path):
 
 @pytest.mark.skipif(not X86, reason="crosses from x86-64")
 def test_an_object_of_a_stack(tmp_path):
-    """One file, whatever the number of functions: layers of other widths and both directions are apart."""
     file = tmp_path / "stack.o"
     result = CliRunner().invoke(main, [
         "compile", "--cell", "gru", "--hidden", "16", "--input", "5", "--layers", "2", "--bidirectional", "--target",

@@ -33,7 +33,6 @@ from ecornn.schedules.cpu.tiling import lanes_of
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_ours() -> Iterator[None]:
-    """Whatever this process has loaded before, and whoever else wants the cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ECORNN_OPENMP", "off")
         patch.setenv("ECORNN_CROWDED", "off")
@@ -114,7 +113,6 @@ def test_releases_the_gil(sample, monkeypatch):
         span.append(time.perf_counter())
 
     def most_within() -> int:
-        """How often this thread ran while the other one computed."""
         span.clear()
         worker, seen = threading.Thread(target=lambda: sample(x, states, threads=1)), list[float]()
         worker.start()
@@ -203,7 +201,6 @@ def test_detect():
 
 
 def test_functions_compiled_apart_are_the_same_code():
-    """Several at a time, in threads: what is built is what is emitted."""
     planned = compiler.plan("gru", hidden=9, input=5, batch=3, bidirectional=True, training=True)
     program = compose(planned.stack, planned.workload, planned.programs(), planned.overlap)
     together, apart = (llvm.generate(program, planned.device, apart=one) for one in (False, True))

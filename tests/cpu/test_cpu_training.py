@@ -30,13 +30,11 @@ NAMES = {"gate": "hard_sigmoid", "new": "softsign", "out": "elu:0.8"}
 
 
 def options_of(family: str) -> dict[str, tuple[Any, Any]]:
-    """Each option of a cell: as usual, and another."""
     others = {name: NUMBERS.get(name) or NAMES.get(name, True) for name in BUILTIN[family].OPTIONS}
     return {name: (usual, others[name]) for name, usual in BUILTIN[family].OPTIONS.items()}
 
 
 def factors(row: Row) -> Mapping[str, Sequence[Any]]:
-    """What can be chosen for a row that has some choices."""
     families = [f for f in BUILTIN if all(name in FACTORS or value in options_of(f).get(name, ())
                                           for name, value in row.items() if name != "family")]
     if "family" not in row:
@@ -67,7 +65,6 @@ ROWS = pairwise(factors, every_pair())
 
 @pytest.fixture
 def in_chunks(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two steps."""
     monkeypatch.setattr(training, "CHUNK_ROWS", 2 * B)
 
 
@@ -80,7 +77,6 @@ def check(layer: Layer) -> None:
 
 
 def differences(layer: Layer, found: Mapping[str, np.ndarray], step: float = 2e-6) -> None:
-    """Slopes of the layer's own outputs along random directions, of each argument and of all."""
     call, way = layer.arguments(T, B), layer.arguments(T, B, seed=1)
     gradients = [found["dx"], *(found[f"d{n}_in"] for n in layer.cell.states),
                  *(found[f"gradient_{n}"] for n in call.parameters)]
@@ -114,7 +110,6 @@ def test_every_pair_is_among_them():
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("cell", ALL)
 def test_all_combinations(cell: str, tmp_path: Path):
-    """But for what is kept, which takes turns."""
     places = product(*(range(len(values)) for name, values in FACTORS.items() if name != "keep"))
     rows = [{"reverse": FACTORS["reverse"][r], "rows": FACTORS["rows"][n], "dtype": FACTORS["dtype"][d],
              "keep": FACTORS["keep"][(r + n + d) % 2]} for r, n, d in places]

@@ -63,7 +63,6 @@ def test_weights_are_what_was_packed_and_nothing_else_is_rounded(cell, size, kin
 
 
 def as_packed(weights: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Matrices with the values that are multiplied."""
     def rounded(w: np.ndarray) -> np.ndarray:
         return w.astype(ml_dtypes.bfloat16).astype(np.float32) if kind == "bfloat16" else unpacked(w, kind)
 
@@ -111,7 +110,6 @@ def test_fixed_point_of_zeros_and_of_nan(kind):
 @pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("target", ["haswell", "neoverse-v1"])
 def test_other_vectors(kind, target):
-    """Of 256 bits, and of 128 on arm64: code that can be looked at anywhere."""
     text = generate(plan("gru", hidden=48, batch=4, target=target, weights=kind)).emitted["asm"]
     assert "zmm" not in text and (kind == "bfloat16" or ("scvtf" if target == "neoverse-v1" else "vcvtdq2ps") in text)
 
@@ -150,13 +148,11 @@ def test_rounded_weights_of_a_stack(cell, kind):
 
 
 def quantized(values: np.ndarray) -> np.ndarray:
-    """Rows as multiples of 1/127 of their largest magnitude."""
     scale = np.abs(values).max(-1, keepdims=True) / 127
     return np.rint(values / np.where(scale > 0, scale, 1)) * scale
 
 
 def int8_model(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
-    """y, with both factors of every matrix product quantized."""
     w, r, bw, br = (weights[f"{n}_l0"].astype(np.float64) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
     w, r, hidden = quantized(w), quantized(r), r.shape[1]
     h = c = np.zeros((x.shape[1], hidden))

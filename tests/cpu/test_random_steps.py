@@ -46,8 +46,6 @@ class Averages(Formula):
 
 
 class Projected(Formula):
-    """A state that is a product of x, one that is a parameter, and one that is the state before."""
-
     name, states, shapes = "projected", ("h", "a", "b", "c"), {"W": (1, "I"), "R": (1, "H"), "v": (1,)}
 
     def step(self, x, states, p):
@@ -86,14 +84,11 @@ class Peak(Formula):
 
 
 class Step:
-    """A training step of a random cell, and its layer on a CPU."""
-
     def __init__(self, seed: int, keep: str, training: Training) -> None:
         (steps, batch, width, hidden), self.seed, self.training = training.sizes, seed, training
         self.layer = Layer(training.cell, width, hidden, batch, steps, training.traversal, keep=keep)
 
     def errors(self) -> dict[str, float]:
-        """What is beyond its limit, relative to the tape."""
         off = self.training.errors(self.layer(self.training.call))
         return {n: e for n, e in off.items() if not e < (1e-5 if n == "y" or n.endswith("_out") else 2e-5)}
 
@@ -109,7 +104,6 @@ def any_step(seed: int, more: bool | None = None) -> Step:
 
 
 def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Path):
-    """Also with lengths, resets, backwards in time, and a chunk after another."""
     steps = [any_step(seed, more=False) for seed in SEEDS] + [any_step(seed) for seed in LATE]
     own = [Layer(Averages(), INPUT, HIDDEN, 130, 5), Layer(Projected(), INPUT, HIDDEN, BATCH, 7, MASKED),
            Layer(Peak(), INPUT, HIDDEN, BATCH, 7)]

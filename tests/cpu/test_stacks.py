@@ -133,7 +133,6 @@ def test_torch_tensors():
 
 
 def test_equal_layers_share_their_code():
-    """One worker for each direction of the first layer, and of all others together."""
     buffers = module("rnn_tanh", Stack(4, True)).manifest.buffers
     assert sum(b.role == "packed" and b.name.endswith("vectors") for b in buffers) == 8
     from ecornn.compiler import plan
@@ -174,7 +173,6 @@ def test_bad_stacks_are_refused(bad: dict[str, Any]):
 
 
 def test_the_reverse_direction_alone():
-    """Two layers that both go backwards: each the reference on the rows turned round, and turned back."""
     x, weights, state = problem("gru", Stack(2, False, True, False, True))
     loaded = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu", layers=2, lengths=True,
                             reverse=True)

@@ -21,8 +21,6 @@ def weights_of(module: Any, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 class Layer:
-    """A bound layer, and random arguments of it."""
-
     def __init__(self, cell: str, batch: int = B + 1, **properties: Any) -> None:
         self.cell = cell
         self.module = ecornn.compile(cell, hidden=H, input=I, batch=batch, seq=T, target="cpu", training=True,
@@ -85,7 +83,6 @@ def test_stacks(cell, properties):
 
 
 def test_zeros_are_what_is_left_out(lstm: Layer):
-    """No first states, no gradient of the last ones, or none of y."""
     zero = [np.zeros_like(s) for s in lstm.states]
     _, _, kept = lstm.bound.forward(lstm.x)
     found = lstm.bound.backward(kept, lstm.dy)
@@ -143,7 +140,6 @@ def test_what_is_kept_is_what_is_said(cell, keep, values):
 
 
 def test_what_is_kept_where_it_is_left_open():
-    """Gates, but for long sequences."""
     def keep(target: str, **sizes: int) -> str | None:
         return plan("lstm", training=True, target=target, **sizes).stack.keep
 

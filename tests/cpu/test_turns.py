@@ -19,7 +19,6 @@ from ecornn.runtime.turns import CALLS, Turns
 
 
 def come(turns: Turns, order: list[int], number: int) -> threading.Thread:
-    """A thread that waits for its turn."""
     def work() -> None:
         with turns:
             order.append(number)
@@ -101,7 +100,6 @@ def test_an_error_ends_a_turn():
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """A signal raises TimeoutError in what waits."""
     def fail(*_: object) -> None:
         raise TimeoutError
 

@@ -46,7 +46,6 @@ LAID_OUT = ("index", "CONCEPTS", "FIRST_MINUTES_CPU", "PERFORMANCE", "reference/
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """The code of a page in that language, but for what says that it is not run, and why."""
     return [code for skipped, of, code in BLOCK.findall((ROOT / name).read_text()) if of == language and not skipped]
 
 
@@ -72,7 +71,6 @@ def commands(name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
 def test_commands_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every command and option is there and takes what it is given; nothing is carried out."""
     monkeypatch.chdir(tmp_path)
     for word in commands(name):
         first, *rest = word
@@ -115,7 +113,6 @@ def test_every_environment_variable_is_listed():
 
 
 def test_what_works_where():
-    """The README's table is what the schedules say."""
     text = (ROOT / "README.md").read_text()
     there = text.split(site_support.BEGIN)[1].split(site_support.END)[0].split()
     assert there == " ".join(site_support.support()).split()
@@ -267,7 +264,6 @@ OWN_NAMES = {"ugrnn": {"weight_ih": "W", "weight_hh": "R", "bias": "b"}}  # of t
 
 @pytest.fixture(scope="module")
 def documented() -> dict[str, Cell]:
-    """The cells of all code blocks, run in their order, by name."""
     known: dict[str, Any] = {"__name__": "cells_of_the_documentation"}
     for block in CELL_BLOCKS:
         exec(compile(block, "CELLS.md", "exec"), known)
@@ -303,7 +299,6 @@ def test_its_neurons_train_on_a_cpu(documented: dict[str, Cell]):
 
 
 def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):
-    """What the first block compiles, at a small size."""
     cell, rng = documented["ugrnn"], np.random.default_rng(0)
     module = ecornn.compile(cell, hidden=8, batch=3, layers=2, bidirectional=True, lengths=True, target="cpu")
     weights = {p.name: rng.uniform(-1, 1, p.shape).astype(np.float32) for p in module.manifest.parameters}
@@ -314,7 +309,6 @@ def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):
 
 
 def test_the_step_of_pytorch_is_the_first_cell(documented: dict[str, Cell]):
-    """Both are update gate RNNs."""
     cell, rng = documented["of PyTorch"], np.random.default_rng(0)
     weights = {n: w.double().numpy() for n, w in cell.weights().items()}
     x = rng.normal(size=(5, 3, 6))

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
-    """What the script prints, on a machine made to look as if it had no GPU."""
     result = subprocess.run(
         [sys.executable, EXAMPLES / script, *arguments], cwd=cwd, capture_output=True, text=True,
         env=os.environ | {"ECORNN_TUNING_LOGS": str(cwd / "logs"), "CUDA_VISIBLE_DEVICES": ""} | environment)
@@ -37,7 +36,6 @@ def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the digits were read with PyTorch."""
     folder = tmp_path_factory.mktemp("digits")
     text = run("01_digits.py", cwd=folder)
     assert float(re.search(r"accuracy (\S+)% of 449", text)[1]) >= 95
@@ -52,7 +50,6 @@ def test_digits(searched: Path):
 
 @pytest.mark.exhaustive
 def test_digits_without_pytorch(searched: Path):
-    """Again as if it were not installed, and without a new search."""
     (searched / "torch.py").write_text("raise ImportError('not installed')\n")
     text = run("01_digits.py", cwd=searched, PYTHONPATH=str(searched))
     assert "This run is finished" in text

@@ -39,14 +39,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(example: Any, *arguments: object, code: int = 0) -> str:
-    """What an example prints."""
     result = CliRunner().invoke(example.main, [*map(str, arguments)])
     assert result.exit_code == code and (code or not result.exception), result.output
     return result.output
 
 
 def wrong_replace(model: torch.nn.Module, **options: Any) -> ecornn.torch.Report:
-    """Layers that are not quite what they were."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "weight_hh" in name:
@@ -130,7 +128,6 @@ def test_dates():
 
 
 def test_many_layers():
-    """As deep as it is written, which is what it is about, and too little to be deep."""
     sizes = "--layers", 12, "--hidden", 16, "--steps", 12, "--batch", 8, "--seconds", 0
     text = run(deep, *sizes, "--updates", 60, "--rate", 1e-2, "--limit", 0.0)
     assert "12 layers compiled" in text and len(re.findall(r"MiB are kept for a layer", text)) == 2
@@ -145,7 +142,6 @@ def test_help_teaches(name: str):
 
 
 def test_they_are_programs(tmp_path: Path):
-    """In another folder, too."""
     command = [sys.executable, ROOT / "examples" / f"{NAMES[0]}.py", "--help"]
     assert b"--vocabulary" in subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout
 
@@ -185,7 +181,6 @@ def test_models_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_dropout_that_drops_nothing():
-    """What gradients are checked with, in both layers."""
     theirs, plain, x = nn.LSTM(8, 8, 2, dropout=compare_models.NOTHING), nn.LSTM(8, 8, 2), torch.randn(5, 3, 8)
     plain.load_state_dict(theirs.state_dict())
     assert torch.equal(theirs(x)[0], plain(x)[0])
@@ -283,7 +278,6 @@ def test_sides_take_turns():
 
 
 def test_text():
-    """It is real, and enough."""
     found = words(reference())
     assert len(found) > 50_000 and {"the", "generator", ".", "yield"} <= {*found}
     tokens, names = numbered(found, 100)

@@ -171,7 +171,6 @@ Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalar
 
 
 def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
-    """One launch after the other; of branches that run at the same time, one of each in turn."""
     for call in calls:
         if isinstance(call, programs.Concurrent):
             yield from _mixed([_in_turn(branch, values, memory) for branch in call.branches])
@@ -236,7 +235,6 @@ def pack(packing: programs.Packing, parameters: Mapping[str, np.ndarray]) -> np.
 
 def inputs(cell: str, sizes: tuple[int, int, int, int], dtype: str, shapes: Mapping[str, tuple[int, ...]],
            states: tuple[str, ...], seed: int = 0) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Random x, states and parameters (G, H[, K]) in the dtype, reproducible."""
     steps, batch, input, hidden = sizes
     generator = np.random.default_rng([seed, *sizes, len(cell)])
 

@@ -18,7 +18,6 @@ MARK = "#define ushort unsigned short\n#endif\n"  # where the text begins that i
 
 @cache
 def kernel() -> Any:
-    """The function of the emulation."""
     source = resources.files("ecornn.build").joinpath("pack_weights.cu").read_text()
     library = compiled(translate(MARK + source), [PACK_SYMBOL], Path(tempfile.mkdtemp()))
     function = getattr(library, f"emu_{PACK_SYMBOL}")
@@ -28,7 +27,6 @@ def kernel() -> Any:
 
 def pack(device: int, queue: int, works: int, jobs: int, sources: int, places: int, count: int, kind: int,
          *parameters: int) -> None:
-    """``pack`` of a module: what host_cuda.cc makes of its arguments."""
     pointers = [ctypes.c_uint64(p) for p in (works, jobs, sources, places)]
     values = [ctypes.c_int32(count), ctypes.c_int32(kind)]
     room = (ctypes.c_uint64 * PARAMETERS)(*parameters)

@@ -66,7 +66,6 @@ def rounded_weights(task: Task, parameters: Mapping[str, np.ndarray]) -> dict[st
 
 
 def in_integers(values: np.ndarray) -> np.ndarray:
-    """Rows rounded to multiples of their largest magnitude / 127."""
     step = np.abs(values).max(-1, keepdims=True) / 127
     return np.round(values / np.where(step, step, 1)) * step
 
@@ -133,7 +132,6 @@ def training_program(schedule: Schedule, task: Task, overlap: Overlap = SERIAL,
 
 
 def only(program: Program, entry: str) -> Program:
-    """A program with that entry alone."""
     found = program.entries[entry]
     return changed(program, functions={c.function: program.functions[c.function] for c in launches(found.calls)},
                    buffers=tuple(b for b in program.buffers if b.name in found.takes), entries={entry: found})

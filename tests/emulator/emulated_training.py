@@ -41,7 +41,6 @@ def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int],
 
 
 def train_call(emulated: Emulated, states: Sequence[str], call: Any, **how: bool) -> dict[str, Any]:
-    """The same for the arguments of a call (``tape.Call``) of a layer whose states have these names."""
     given = {n: v for n in ("x", "dy", "lengths", "resets", "sequences") if (v := getattr(call, n, None)) is not None}
     made = {"y": call.dy.size, "dx": call.x.size}
     for name, first, last in zip(states, call.states, call.dstates, strict=True):
@@ -51,6 +50,5 @@ def train_call(emulated: Emulated, states: Sequence[str], call: Any, **how: bool
 
 
 def check(found: Mapping[str, Any], wanted: Mapping[str, Any], limit: float) -> None:
-    """That each is as near, relative to its norm."""
     for name, value in wanted.items():
         assert relative(found[name].reshape(-1), value.reshape(-1), 1e-6) < limit, name

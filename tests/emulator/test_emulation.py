@@ -76,7 +76,6 @@ def program_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Task, Any]:
 
 
 def without(text: str, numbers: tuple[int, ...], count: int) -> str:
-    """The source with these sites dropped: no fence; relaxed instead of release or acquire."""
     sites = list(SITE.finditer(text))
     assert len(sites) == count, [site[1] for site in sites]
     for number in reversed(numbers):
@@ -91,7 +90,6 @@ def without(text: str, numbers: tuple[int, ...], count: int) -> str:
 
 
 def run(name: str, task: Task, program: Any, folder: Path, numbers: tuple[int, ...] = ()) -> Any:
-    """y of the program without these sites, and what it was given."""
     w = task.workload
     sizes = w.seq, w.batch, w.input, w.hidden
     given = inputs(w.cell, sizes, w.dtype, task.graph.parameters, tuple(task.graph.states))

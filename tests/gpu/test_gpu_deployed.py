@@ -23,13 +23,11 @@ STATES = ("h", "c")
 
 @pytest.fixture(scope="module")
 def lstm(tmp_path_factory: pytest.TempPathFactory) -> Module:
-    """That trains."""
     return ecornn.compile("lstm", hidden=H, input=I, batch=B, seq=T, target="cuda", training=True,
                           out=tmp_path_factory.mktemp("lstm") / "lstm.so")
 
 
 def toolkit() -> Path | None:
-    """Where CUDA's headers and its runtime are."""
     found = find_nvcc()
     roots = [Path(found).resolve().parent.parent] if found else []
     roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
@@ -47,7 +45,6 @@ def program(source: str, folder: Path) -> Path:
 
 
 def test_a_layer_from_c(tmp_path: Path):
-    """With weights of both memories, on a stream, in a graph, and a tensor elsewhere refused."""
     module = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cuda", layers=2, bidirectional=True,
                             out=tmp_path / "gru.so")
     here, arrays = tmp_path / "arrays", sample.arrays_of(module, x=(T, B, I), other_x=(T, B, I), h_in=(4, B, H))
@@ -72,7 +69,6 @@ def test_threads_and_a_training_step_from_cpp(tmp_path: Path, lstm: Module):
 
 @pytest.fixture(scope="module")
 def jax() -> Any:
-    """With its GPU, which other tests leave memory."""
     found = pytest.importorskip("jax", reason="the extra jax")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     found.config.update("jax_platforms", "cuda,cpu")
@@ -84,7 +80,6 @@ def jax() -> Any:
 
 
 def test_jax(jax: Any, lstm: Module):
-    """Values and gradients under jit, twice with other weights, and rows by vmap."""
     import ecornn.jax
 
     arrays, layer = sample.training_arrays(lstm), ecornn.jax.recurrent(lstm)
@@ -140,7 +135,6 @@ def shares_the_cpp_library(folder: Path) -> bool:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["torch.export", "AOTInductor"])
 def test_an_exported_program(tmp_path: Path, ahead: bool):
-    """In a process without TVM, its compilers and a cache, with the folder of its modules."""
     import ecornn.torch
 
     if ahead and not shares_the_cpp_library(tmp_path):

@@ -61,7 +61,6 @@ def library_error(cell, x, weights, state, expected, kind):
 
 
 def repeated(layer: Any, x: Any, state: tuple[Any, ...], width: int, times: int = 2) -> list[Any]:
-    """y and the last states in float64, of several runs into poisoned memory: each makes the same bits."""
     runs = []
     for _ in range(times):
         out = torch.full((*x.shape[:2], width), float("nan"), device="cuda", dtype=x.dtype)
@@ -74,8 +73,6 @@ def repeated(layer: Any, x: Any, state: tuple[Any, ...], width: int, times: int 
 
 
 class Sample:
-    """A layer on the GPU, with random weights and arguments whose values are of its data type."""
-
     def __init__(self, cell: str, sizes: tuple[int, int, int, int], dtype: str, seed: int, **options: Any) -> None:
         (T, B, I, H), kind = sizes, getattr(torch, dtype)
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -89,7 +86,6 @@ class Sample:
         self.exact = [v.double().cpu().numpy() for v in (self.x, *self.state)]
 
     def check(self, times: int = 2) -> list[Any]:
-        """Results, whose y is as near to float64 as the library's is, see :func:`limit`."""
         found = repeated(self.layer, self.x, self.state, self.hidden, times)
         wanted, _ = reference(self.cell, self.exact[0], self.weights, tuple(self.exact[1:]))
         library = library_error(self.cell, self.x, self.weights, self.state, wanted, self.kind)
@@ -212,7 +208,6 @@ STEP_SHAPES = [  # T, B, I, H
 
 def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str,
           config: dict[str, Any] | None = None, compiled: int | None = None) -> None:
-    """Two runs into poisoned memory: equal, and within the limit of float64. ``compiled`` is B's bound."""
     T, B, I, H = shape
     if cell in step_cells.SQUARE:
         I = H

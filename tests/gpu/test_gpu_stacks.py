@@ -28,7 +28,6 @@ SHAPES = [(1, 1, 1, 1), (5, 3, 7, 13), (9, 20, 33, 65), (6, 17, 64, 128)]  # T, 
 
 
 def compiled(cell: str, dtype: str, stack: Stack, sizes: tuple[int, int, int, int], **options: Any) -> tuple[Any, Any]:
-    """A bound layer, and its weights, whose values are of its data type."""
     T, B, I, H = sizes
     weights = {k: torch.tensor(v).to(getattr(torch, dtype)).float().numpy()
                for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
@@ -136,7 +135,6 @@ OVERLAPPED = [("lstm", "float16", Stack(2, True)), ("gru", "bfloat16", Stack(1, 
 
 def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, sizes: tuple[int, int, int, int],
                **options: Any) -> tuple[Any, Any, Any, Any]:
-    """A layer, its weights, x and states, all of them the same for every ``overlap``."""
     (T, B, I, H), kind = sizes, getattr(torch, dtype)
     layer, weights = compiled(cell, dtype, stack, sizes, overlap=overlap, **options)
     assert layer.manifest.overlap.kind == overlap
@@ -185,7 +183,6 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
 
 @pytest.mark.parametrize("kind", ["directions", "wavefront"])
 def test_streams_at_once(kind: str):
-    """Calls on two streams of a caller, and a graph on a third, all at the same time."""
     stack = Stack(2, True) if kind == "directions" else Stack(3)
     layer, _, x, state = overlapped("lstm", "float16", stack, kind, (60, 8, 64, 128))
     inputs = [x, x + 0.5, x - 0.5]

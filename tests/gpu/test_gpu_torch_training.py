@@ -40,7 +40,6 @@ def _strict(monkeypatch: pytest.MonkeyPatch):
 
 
 def pair(name: str = "LSTM", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any, Any]:
-    """torch's layer in float64 on the CPU, torch's on the GPU, and ours there, with the same weights."""
     ours = getattr(ecornn.torch, name)(I, H, device="cuda", dtype=dtype, **options)
     exact, theirs = getattr(torch.nn, name)(I, H, **options).double(), getattr(torch.nn, name)(I, H, **options)
     exact.load_state_dict({k: v.double().cpu() for k, v in ours.state_dict().items()})
@@ -56,7 +55,6 @@ def flat(value: Any) -> list[torch.Tensor]:
 
 
 def moved(value: Any, device: str, dtype: torch.dtype | None) -> Any:
-    """Leaves of the same numbers elsewhere."""
     if isinstance(value, PackedSequence):
         return PackedSequence(moved(value.data, device, dtype), value.batch_sizes,
                               *(None if t is None else t.to(device) for t in value[2:]))
@@ -66,7 +64,6 @@ def moved(value: Any, device: str, dtype: torch.dtype | None) -> Any:
 
 
 def step(layer: Any, x: Any, hx: Any, directions: list[torch.Tensor], autocast: torch.dtype | None = None) -> Any:
-    """Values, and gradients of a sum of these with ``directions``: of parameters, x and states."""
     device = next(layer.parameters()).device.type
     with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
         found = flat(layer(x, hx))
@@ -124,7 +121,6 @@ def test_gradients(name: str, dtype: torch.dtype, options: dict[str, Any]):
 @pytest.mark.parametrize(("cell", "dtype"), [
     ("lstm", torch.bfloat16), ("gru", torch.float32), ("gru_reset_before", torch.float32)])
 def test_gradients_by_what_is_kept(cell: str, dtype: torch.dtype, keep: str):
-    """The same ones, with those of first states and without, against float64 in NumPy."""
     made = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=str(dtype)[6:], training=True, keep=keep,
                           target="cuda")
     rng = np.random.default_rng(0)
@@ -182,14 +178,12 @@ def gradients_of(layer: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]) -
 
 
 def two_layers() -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
-    """Ours, x, and the gradients of the sum of squares."""
     exact, _, ours = pair(num_layers=2)
     x = torch.randn(T, B, I, device="cuda")
     return ours, x, gradients_of(exact, x, lambda: exact(x.double().cpu())[0].square().sum())
 
 
 def test_accumulation_checkpoints_hooks_compile_and_transforms():
-    """The same gradients in every way that PyTorch has."""
     ours, x, wanted = two_layers()
 
     def close(found: list[torch.Tensor]) -> None:

@@ -40,7 +40,6 @@ def check(result: Any, x: np.ndarray, state: Any = None) -> None:
 
 
 def test_torch(module: Module):
-    """A call, and one that goes on with its states."""
     layer = module.bind({n: torch.from_numpy(w).cuda() for n, w in WEIGHTS.items()})
     x = inputs()
     y, state = layer(torch.from_numpy(x).cuda())
@@ -50,7 +49,6 @@ def test_torch(module: Module):
 
 
 def test_numpy(module: Module):
-    """Also of fewer rows, and more steps, than were compiled for."""
     layer = module.bind(WEIGHTS)
     for steps, rows in ((3, B), (40, B), (40, 1), (T, 3)):
         x = inputs(steps)[:, :rows].copy()
@@ -152,12 +150,10 @@ WIDTH, UNITS = 24, 40
 
 
 def flat(result: Any) -> list[torch.Tensor]:
-    """All tensors of a result."""
     return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two results are, bit for bit."""
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
 
 

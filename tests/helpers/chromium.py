@@ -59,12 +59,10 @@ addEventListener("load", () => {
 
 
 def program() -> str | None:
-    """Where it is; None where it is not installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 def run(*arguments: str, theme: str = "light") -> str:
-    """What it prints, without a window, a sandbox (containers have none) or anything of its user's."""
     found = program()
     assert found is not None
     words = [found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -110,14 +108,11 @@ def fits(found: list[dict[str, Any]]) -> None:
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Files, without a line on each."""
-
     def log_message(self, *_: object) -> None:
         pass
 
 
 def picture(page: Path, output: Path, width: int, theme: str, height: int = 2400) -> None:
-    """A PNG of the top of a page."""
     run(f"--window-size={width},{height}", f"--screenshot={output}", page.resolve().as_uri(), theme=theme)
 
 

@@ -118,7 +118,6 @@ class Sample:
 
     def __call__(self, x: np.ndarray, states: list[np.ndarray], threads: int = 2, offset: int = 1,
                  in_place: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
-        """y and final states."""
         names = self.cell.states
         given = {"x": x, **{f"{n}_in": s for n, s in zip(names, states, strict=True)}}
         made = {"y": (*x.shape[:2], self.task.workload.hidden), **{f"{n}_out": states[0].shape for n in names}}

@@ -111,12 +111,10 @@ def build(folder: Path, *layers: Layer) -> None:
 
 
 def reference(name: str | Cell, call: Call, reverse: bool) -> dict[str, np.ndarray]:
-    """The same in float64, by a tape."""
     return train(cell_of(name), formula(name), call, reverse)
 
 
 def compare(layer: Layer, call: Call, **how: Any) -> dict[str, np.ndarray]:
-    """What the layer makes, once it has been held against the tape."""
     found, wanted = layer(call, **how), reference(layer.name, call, layer.traversal.reverse)
     for name, value in wanted.items():
         assert relative(found[name], value, 1e-6) < LIMITS[layer.dtype], f"{name} of {layer}"

@@ -11,7 +11,6 @@ LIMIT = 900.0  # seconds after which what a test waits for is taken to hang; pyt
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Waits until the condition holds; fails after ``LIMIT``."""
     end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end, "what the test waits for has not come"

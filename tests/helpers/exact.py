@@ -22,7 +22,6 @@ Forward = Callable[[str, Any, dict[str, Any], dict[str, Any]], tuple[Any, dict[s
 
 
 def in_float64(cell: str, x: np.ndarray, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[np.ndarray, Any]:
-    """A sequence from its first step to its last, in float64."""
     if cell in step_cells.CELLS:
         return step_cells.run(step_cells.CELLS[cell], x, states, parameters)
     if cell not in STEPS | NORMALIZED:  # another one with options; tests/cells/test_variants.py has their formulas
@@ -90,5 +89,4 @@ def of_stack(cell: str, stack: Stack, x: Any, states: Sequence[Any], weights: Ma
 
 
 def unmarked(table: np.ndarray) -> np.ndarray:
-    """Numbers of sequences alone."""
     return np.where(table < 0, table, table & (LATER - 1))

@@ -24,7 +24,6 @@ DIGITS = {"float16": (11, -24), "bfloat16": (8, -133)}  # binary ones, and the e
 
 
 def relative(value: Any, expected: Any, least: float = 1e-30) -> float:
-    """||value - expected|| / ||expected||; of a norm below ``least`` that, as where a relu is all zeros."""
     return float(np.linalg.norm(np.asarray(value, np.float64) - expected) / max(np.linalg.norm(expected), least))
 
 
@@ -43,8 +42,6 @@ def of_rounding(arithmetic: str, expected: Any) -> float:
 
 
 class Wanted:
-    """A layer's answer, and how near to it a result must be. ``run`` computes it: y and the last states."""
-
     def __init__(self, arithmetic: str, run: Callable[[Forward], tuple[Any, Any]]) -> None:
         self.y, self.last = run(in_float64)
         y, last = (self.y, self.last) if arithmetic == "float32" else run(library(arithmetic))
@@ -87,8 +84,6 @@ def library(arithmetic: str) -> Forward:
 
 
 class Rounded(Step):
-    """A step whose products multiply values of a type."""
-
     def __init__(self, cell: Any, x: tuple[int, ...], state: tuple[int, ...], arithmetic: str) -> None:
         super().__init__(cell, x, state)
         self.arithmetic = arithmetic

@@ -54,7 +54,6 @@ def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
 
 
 def cast(values: Array, dtype: str) -> Array:
-    """``values`` rounded to nearest even; beyond the range of ``dtype`` they become infinite."""
     if dtype == "int8":
         return values
     if dtype == "bfloat16":
@@ -158,6 +157,5 @@ def twenty_one(first: Array, second: Array, third: Array) -> list[NDArray[np.uin
 
 
 def upper_bits(values: Array, bits: int) -> NDArray[np.uint32]:
-    """``values`` rounded to int32 whose lower bits are zero."""
     unit, most = 2 ** (32 - bits), 2 ** (bits - 1)
     return (np.rint(values / unit).clip(-most, most - 1).astype(np.int64) * unit).astype(np.uint32)

@@ -109,8 +109,6 @@ class Many(Formula):
 
 
 class Split(Formula):
-    """No recurrent product: a leaky sum, and what it leaves out."""
-
     name, states, output, shapes = "split", ("h",), ("low", "high"), {"W": (1, "I"), "v": (1,)}
 
     def step(self, x, states, p):
@@ -210,7 +208,6 @@ class Attending(Formula):
 
 
 def grouped(z: Any, groups: int, function: Any) -> Any:
-    """A function of rows, applied to each group of units."""
     parts = z.reshape(-1, z.shape[-1] // groups)
     return np.broadcast_to(function(parts), parts.shape).reshape(z.shape)
 

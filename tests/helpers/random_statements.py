@@ -121,7 +121,6 @@ class Drawing:
         return self.put(("pointwise", e), self.rows, self.reads(e))
 
     def reads(self, e: Expression) -> bool:
-        """Whether an expression depends on a state."""
         if e[0] in ("value", "number", "held"):
             return e[1] in self.recurrent
         return any(self.reads(v) for v in e if isinstance(v, tuple))
@@ -204,7 +203,6 @@ class Drawing:
         return ("-", ("value", self.any(self.rows)), ("constant", float(self.any((0.0371, 0.1713)))))
 
     def needed(self) -> list[int]:
-        """The statements that the new states read."""
         found: set[int] = set()
         waiting: list[Any] = list(self.results)
         while waiting:

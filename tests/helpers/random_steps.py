@@ -28,8 +28,6 @@ SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
 
 
 class Te:
-    """A step as te."""
-
     def __init__(self, x: Any, states: Any, p: Any) -> None:
         self.x, self.p, self.like = x, p, states[0]
 
@@ -118,7 +116,6 @@ class Tape:
         return self.row(rest[0], values[rest[1]])
 
     def row(self, name: str, v: Any) -> Any:
-        """What goes over the units of a row."""
         if name == "mean":
             return v.mean(1, keepdims=True)
         if name == "square":
@@ -179,8 +176,6 @@ class Tape:
 
 
 class RandomCell(Cell):
-    """The cell of a drawing."""
-
     def __init__(self, name: str, drawing: Drawing) -> None:
         self.name, self.states, self.drawing = name, drawing.states, drawing
         self.output = "y" * (len(drawing.results) > len(drawing.states))
@@ -250,7 +245,6 @@ class Drawn:
         return "\n".join([f"{self.cell.name}:", *(f"  {line}" for line in lines + new)])
 
     def width(self, hidden: int = HIDDEN, input: int = INPUT) -> int:
-        """The input size that goes with a hidden size."""
         return hidden if self.square else input
 
     def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT,
@@ -333,7 +327,6 @@ class Training:
     wanted: dict[str, np.ndarray] = field(compare=False)
 
     def errors(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The relative error of each result."""
         return {n: relative(found[n].reshape(-1), v.reshape(-1), 1e-6) for n, v in self.wanted.items()}
 
 

@@ -19,7 +19,6 @@ def sigmoid(z: Any) -> Any:
 
 
 def normal(*gates: Any) -> list[Any]:
-    """Layer normalization of all gates together."""
     values = np.concatenate(gates, axis=1)
     values = (values - values.mean(axis=1)[:, None]) / np.sqrt(values.var(axis=1)[:, None] + 1e-5)
     return np.split(values, len(gates), axis=1)
@@ -109,8 +108,6 @@ class Average(Formula):
 
 
 class Independent(IndRNN, Formula):
-    """The built-in one, with its formula."""
-
     def numpy(self, x, h, weight_ih, weight_hh, bias_ih):
         return (np.maximum(x @ weight_ih[0].T + bias_ih[0] + weight_hh[0] * h, 0.0),)
 

@@ -14,8 +14,6 @@ from ecornn.numpy_gradients import Traced, backward
 
 @dataclass
 class Call:
-    """The arguments of a training step; ``parameters`` in te shape."""
-
     x: np.ndarray
     states: list[np.ndarray]
     dy: np.ndarray

@@ -54,7 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def generated(folder: Path) -> Generated:
-    """An LSTM that trains, whose module file is lstm.so."""
     layer = LayerSpec("lstm", hidden=H, input=I, batch=B, seq=T, training=True)
     return compiler.build(compiler.plan_layer(layer, target="cpu"), folder / "lstm.so")
 
@@ -147,7 +146,6 @@ def test_threads_and_a_training_step_from_cpp(folder: Path, lstm: Module):
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_under_sanitizers(folder: Path, lstm: Module, generated: Generated, monkeypatch: pytest.MonkeyPatch,
                           sanitizer: str):
-    """The program, and the module's host code."""
     here, flags = folder / sanitizer[:4], (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
     write(here, training_arrays(lstm))
     monkeypatch.setenv("CXX", " ".join(("c++", *flags)))
@@ -247,7 +245,6 @@ LAYERS = {"lstm12": ("lstm", 12, 5), "gru9": ("gru", 9, 4)}
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With lstm12.a, libgru9.a and their headers."""
     found = tmp_path_factory.mktemp("archives")
     for name, (cell, hidden, input) in LAYERS.items():
         file = found / f"{'lib' if cell == 'gru' else ''}{name}.a"

@@ -25,14 +25,12 @@ CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 @pytest.fixture(scope="module")
 def lstm() -> ecornn.jax.Recurrent:
-    """That trains."""
     module = ecornn.compile("lstm", hidden=H, input=I, batch=MOST, seq=T, target="cpu", training=True)
     return ecornn.jax.recurrent(module)
 
 
 @pytest.fixture(scope="module")
 def gru() -> ecornn.jax.Recurrent:
-    """Two layers in both directions, with masks."""
     return ecornn.jax.recurrent(ecornn.compile("gru", hidden=H, input=I, batch=MOST, seq=T, target="cpu", layers=2,
                                                bidirectional=True, lengths=True, resets=True), threads=2)
 

@@ -164,7 +164,6 @@ def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array],
 
 def step(graph: StepGraph, values: Values, matrices: Mapping[str, Array], shape: tuple[int, ...], kind: str,
          multiply: Multiply) -> None:
-    """As :func:`ecornn.analysis.evaluate.step`, with products of rounded factors."""
     assign(graph.prologue, values)
     for phase in graph.phases:
         summarize(phase.statistics, values, shape)

@@ -45,7 +45,6 @@ def memory_of(cell, sizes, dtype, traversal=ALONE, device=TINY):
 
 
 def gradients_of(memory, values, parameters):
-    """What follows the recurrence, from the memory that the passes read, float64."""
     back, w = memory.adjoint, memory.task.workload
     shape = (*values["x"].shape[:2], w.hidden)
     read = memory.leaves() | memory.outputs() | replayed(memory)
@@ -162,7 +161,6 @@ REPLAYED_SUMS = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-6, "bfloat16": 2e-
 
 
 def unpacked(values, layout, rows):
-    """(T*B, Q, H) from the layout's order."""
     if not layout.packed:
         return values[:rows * layout.row].reshape(rows, layout.outputs, layout.hidden).astype(np.float64)
     found, planes = [], values[:rows * layout.row].reshape(rows, layout.row).astype(np.float64)
@@ -175,7 +173,6 @@ def unpacked(values, layout, rows):
 
 
 def replayed_exactly(task, memory, values, parameters):
-    """All values of the replay and of the recurrence's hoisted part, float64."""
     back, w = memory.adjoint, task.workload
     shape = (*values["x"].shape[:2], w.hidden)
     known = {v: values[p.columns.name][..., p.columns.offset:][..., :p.columns.width]
@@ -189,7 +186,6 @@ def replayed_exactly(task, memory, values, parameters):
 
 
 def draw(task, memory, seed=0):
-    """Leaves, parameters and the shapes of what is given."""
     w, generator = task.workload, np.random.default_rng(seed)
     kind = DTYPES[w.dtype]
     shapes = {p.columns.name: (w.seq, w.batch, p.columns.stride) for p in memory.leaves().values()}
@@ -277,7 +273,6 @@ def before(after, first, traversal, masks):
 
 
 def before_in_columns(after, first, traversal, table):
-    """The same of sequences, whose pieces lie in the order of their steps."""
     found = np.zeros_like(after)
     for number in range(len(first)):
         t, c = (at[::-1] if traversal.reverse else at for at in np.nonzero(unmarked(table) == number))
@@ -340,7 +335,6 @@ def test_a_gate_that_nobody_uses_has_no_gradient(tmp_path):
 
 
 def small(dtype, sizes):
-    """A vanilla layer's memory, drawn, its weight gradients in float64, and the passes' calls."""
     memory, generator = memory_of("rnn_tanh", sizes, dtype, device=replace(TINY, cores=2)), np.random.default_rng(6)
     steps, batch, inputs, H = sizes
     values = {n: generator.normal(size=(steps, batch, width)).astype(DTYPES[dtype])

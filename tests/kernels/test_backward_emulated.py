@@ -51,8 +51,6 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, shortest: int = 1) -> None:
 
 
 class Step:
-    """A compiled layer, and one training step of it."""
-
     def __init__(self, folder: Path, schedule: str | None, of: str | Cell, sizes: tuple[int, int, int, int], dtype: str,
                  traversal: Traversal = ALONE, keep: str = "states") -> None:
         (steps, batch, input, hidden), cell = sizes, of if isinstance(of, Cell) else cell_of(of)
@@ -176,7 +174,6 @@ def check(step, name, sizes, dtype, traversal):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
 def test_a_training_step_of_every_cell(name, tmp_path):
-    """Sizes and directions drawn for each."""
     draws = np.random.default_rng(sum(name.encode()))
     steps, batch, input, hidden = (int(draws.integers(1, most)) for most in (6, 7, 18, 20))
     heads = int(found[1]) if (found := re.search(r"heads=(\d+)", name)) else 1

@@ -41,7 +41,6 @@ def recurrence_of(layer: Task) -> Task:
 
 def carried_out(folder: Path, schedule: Schedule, task: Task, config: Config, sample: Sample, masks: dict[str, Any],
                 **how: Any) -> dict[str, Any]:
-    """What buffers hold after a recurrence; before it NaN, where nobody says otherwise. ``how``: of ``Emulated``."""
     layout, first = hoisted_of(task, str(config.get("hoisted", "float32"))), next(iter(sample.first.values()))
     emulated = Emulated(schedule.program(task, schedule.plan(task, config)), folder, **how)
     given = masks | ({"hoisted": laid(layout, sample.hoisted)} if layout.outputs else {})
@@ -95,7 +94,6 @@ def close(found: Any, exact: Any, library: Any, arithmetic: str, what: str) -> N
 
 
 def check_asked(schedule: Schedule, task: Task) -> Config:
-    """Knobs, default, which is returned, and features of a schedule that carries out an adjoint."""
     knobs, config = {knob.name: knob.values for knob in schedule.knobs(task)}, schedule.default(task)
     assert all(value in knobs[name] for name, value in config.items()) and knobs["math"] == ("exact",)
     assert schedule.features(task, schedule.plan(task, config))["estimate"] == schedule.expected(task) > 0
@@ -128,7 +126,6 @@ PEEPHOLES = "lstm(peepholes,clip=0.75,zoneout_h=0.25)"
     ("rnn_tanh", (1, 5, 9, 24), "tf32", CLUSTER | {"units": 8, "warps": 1}, ALONE),
 ], ids=str)
 def test_persistent(tmp_path, cell, sizes, dtype, change, traversal):
-    """Through L2 and in clusters."""
     layer = task_of(cell, sizes, dtype, replace(SMALL, cores=15) if "carrier" in change else SMALL, traversal)
     check_recurrence(tmp_path, Persistent(), layer, cut(layer, **change))
 
@@ -198,7 +195,6 @@ def test_fewer_rows_than_compiled(tmp_path, carrier):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
 def test_every_cell_that_is_served(tmp_path, monkeypatch, name):
-    """With the default's configuration."""
     monkeypatch.setitem(ALL_CELLS, name, cell_of(name))
     for dtype, reverse in (("float32", False), ("bfloat16", True)):
         layer = task_of(name, (6, 5, 40, 40), dtype, replace(SMALL, cores=15), Traversal(reverse, 1, True, True))

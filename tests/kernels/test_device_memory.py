@@ -118,7 +118,6 @@ def made(cell: str, seq: int, keep: str = "gates", hidden: int = 768, layers: in
 
 
 def training(manifest: Manifest, calls: list[Any]) -> Training:
-    """Of a module that does nothing but to note its arguments."""
     library = SimpleNamespace(forward=None, backward=lambda *arguments: calls.append(arguments))
     packed = {b.name: 0 for b in manifest.buffers if b.role == "packed"}
     return Training(SimpleNamespace(manifest=manifest, packed=packed, threads=1, device=0, library=library))
@@ -140,7 +139,6 @@ def test_a_step_that_keeps_gates(cell, seq, most):
 
 
 def test_whose_memory_is_written():
-    """What is kept, where that is the layer's; else a workspace."""
     _, manifest = made("lstm", 512, hidden=256)
     calls: list[Any] = []
     own, arrays = training(manifest, calls), arrays_of(np.empty(1), "x")
@@ -169,7 +167,6 @@ TYPES = sorted(programs.SERVED["cuda"])
 
 
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """What a parameter of this data type is in float32."""
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values.astype(np.float32)
 
 
@@ -216,7 +213,6 @@ def test_any_packing(library: Any, case: tuple[Packing, dict[str, np.ndarray]], 
 
 
 def check_layer(library: Any, task: Task, schedule: str) -> dict[str, Packing]:
-    """The packings of a training module, whose weights are drawn."""
     program, rng = training_program(all_schedules()[schedule], task), np.random.default_rng(0)
     cases = {b.name: b.packing for b in program.buffers if b.role == programs.PACKED and b.packing is not None}
     check(library, cases, {name: rng.normal(size=shape if len(shape) > 1 else (1, *shape)).astype(np.float32)

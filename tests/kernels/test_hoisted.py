@@ -29,7 +29,6 @@ HOPPER = KNOWN["sm_90a"]
 
 
 def places(layout: Hoisted, units: int) -> dict[tuple[int, int], int]:
-    """(unit of a row, output) -> bytes before its value, as so many units at a time are loaded and stored."""
     words = [(p.base * 2 + i * 4, p.apart * 2) for p in layout.pieces(units) for i in range(p.words)]
     return {(unit + e, q): words[k][0] + unit * words[k][1] + 2 * upper for unit in range(0, layout.units, units)
             for e, own in enumerate(layout.order(units)) for q, (k, upper) in enumerate(own)}
@@ -164,7 +163,6 @@ CASES = [
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Tiles as of longer calls, though these have few steps."""
     monkeypatch.setattr(rates, "SHORT", 0)
 
 

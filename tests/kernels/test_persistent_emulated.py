@@ -101,7 +101,6 @@ STATISTICS: list[Case] = [
 
 
 def some_slow(cases: list[Case], quick: int, *more: Any) -> list[Any]:
-    """The cases, those behind the first ``quick`` ones among the slow tests."""
     return [pytest.param(*case, *more, marks=[pytest.mark.slow] * (n >= quick)) for n, case in enumerate(cases)]
 
 
@@ -124,7 +123,6 @@ def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal, lazy):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
-    """As large kernels have them."""
     monkeypatch.setattr(nvcc, "COSTLY", 1)
     monkeypatch.setattr(nvcc, "EACH", 1)
     task = task_of("lstm", (5, 9, 24, 40), dtype, SMALL)

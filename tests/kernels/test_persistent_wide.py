@@ -51,7 +51,6 @@ def backward_config(**change: Any) -> dict[str, Any]:
 
 
 def config_for(schedule: Schedule, task: Task, **change: Any) -> dict[str, Any]:
-    """With these knobs: of a persistent schedule in a few blocks, of others the default's."""
     if schedule.name == "persistent":
         return cut(task, **change)
     return config_of(**change) if schedule.name == "persistent_wide" else {**schedule.default(task), **change}

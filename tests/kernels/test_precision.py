@@ -168,7 +168,6 @@ def test_what_is_said_of_them():
     ("lstm", 512, 8, "float16"), ("gru", 768, 20, "bfloat16"), ("rnn_tanh", 1024, 3, "float16"),
     ("gru_reset_before", 256, 9, "bfloat16"), ("lstm", 3072, 8, "float16")])
 def test_on_a_gpu(cell, hidden, batch, dtype):
-    """Weights packed by the host, and on the GPU, against float64 with weights that are rounded alike."""
     import torch
 
     steps, kind = 12, getattr(torch, dtype)

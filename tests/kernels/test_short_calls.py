@@ -49,8 +49,6 @@ class InAnotherOrder(Persistent):
 
 
 class ForFewSteps(Persistent):
-    """Programs of any task as if it were of a short call."""
-
     def program(self, task: Task, plan: Any) -> Program:
         return super().program(replaced(task, SHORT), plan)
 
@@ -62,7 +60,6 @@ def program_of(schedule: Schedule, task: Task, config: Config | None = None) -> 
 
 
 def texts(schedule: Schedule, task: Task, config: Config | None = None) -> tuple[list[str], dict[str, str]]:
-    """The functions whose launches are early, and the texts of kernels by name."""
     program = program_of(schedule, task, config)
     source = lower(program, task.device.arch)[1]
     parts = re.split(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)_kernel', source)
@@ -71,7 +68,6 @@ def texts(schedule: Schedule, task: Task, config: Config | None = None) -> tuple
 
 
 def buffers(text: str) -> set[str]:
-    """Those whose memory a piece of a kernel touches."""
     return set(re.findall(r"\b(\w+)_ptr\[", text)) & {
         "hoisted", "vectors", "h_in", "c_in", "h_out", "c_out", "recurrent_0", "exchange_0", "y"}
 
@@ -138,7 +134,6 @@ def test_clusters_of_blocks_wait_for_whole_multiprocessors():
     (ForFewSteps(), SHORT + 9, "bfloat16", Traversal(sequences=True)),
 ], ids=["before the projection", "masked", "more steps"])
 def test_numbers(tmp_path: Path, schedule: Persistent, steps: int, dtype: str, traversal: Traversal):
-    """Whatever comes first of what may, and for any number of steps."""
     task = task_of("lstm", (steps, 9, 24, 40), dtype, SMALL, traversal)
     check_numbers(tmp_path, schedule, task, cut(task, groups=2, units=24))
 

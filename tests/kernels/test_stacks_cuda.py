@@ -46,7 +46,6 @@ def cell_of(name: str) -> Cell:
 
 def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3,
                forward: dict[str, int] | None = None, overlap: Overlap = SERIAL, **change: int) -> Program:
-    """With these knobs, those of ``forward`` only in sequences that do not go in reverse."""
     whole, made, found = Workload(cell, H, I, B, T, dtype), {}, SCHEDULES[schedule]
     for part in stack.parts(whole):
         if (part.workload, part.traversal) not in made:
@@ -106,7 +105,6 @@ def test_a_wavefront(tmp_path, schedule, cell, stack, dtype, width, change):
 
 
 def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: int = T) -> None:
-    """A program for up to B rows of I elements, with units of H, against float64."""
     generator, one = np.random.default_rng(2), cell_of(cell)
     parameters, weights, states = {}, {}, {}
     for part in stack.parts(Workload(cell, H, I, B, T, dtype)):
@@ -145,8 +143,6 @@ np.savez(file, **buffers)
 
 
 class Hosted(Emulated):
-    """An emulated program whose calls are made by its module."""
-
     def __init__(self, program: Program, folder: Path, driver: Path) -> None:
         super().__init__(program, folder)
         self.folder, self.driver = folder, driver

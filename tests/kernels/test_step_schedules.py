@@ -102,7 +102,6 @@ def test_other_configurations(tmp_path, schedule, cell, dtype, batch, knobs, laz
 @example("gru", "float16", "sm_90a", 32, 2048)
 @example("rnn_tanh", "float16", "sm_90a", 1, 64)
 def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int):
-    """Of every schedule that serves the layer; and the cost model is told numbers."""
     task = task_of(cell, (8, batch, hidden, hidden), dtype, KNOWN[arch])
     reasons = {name: found.serves(task) for name, found in all_schedules().items() if found.kind == "cuda"}
     assert reasons["fused_step"] is None and (reasons["elementwise"] is None) == (cell in step_cells.NO_PRODUCT)
@@ -239,7 +238,6 @@ def test_it_is_chosen_for_such_cells_and_for_no_other():
 
 
 def resources(task: Task, schedule: Schedule, config: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, int]]]:
-    """The name, threads and resources of each kernel that is not of the projection: none spills, a block can start."""
     assert schedule.check(task, config) is None
     kernels, source = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")
     found = compile_cubin(source, "sm_90a")[1]
@@ -253,7 +251,6 @@ def resources(task: Task, schedule: Schedule, config: dict[str, Any]) -> Iterato
     ("layout_transform", "lstm", 64, 1024, "float16"), ("layout_transform", "gru", 256, 1024, "float32"),
     ("fused_step", "lstm", 20, 800, "bfloat16")])
 def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dtype: str):
-    """Of the step kernels, no more are used than check() counted with."""
     task, found = task_of(cell, (100, batch, hidden, hidden), dtype, KNOWN["sm_90a"]), SCHEDULES[schedule]
     config = found.default(task)
     made = [*resources(task, found, config)]
@@ -266,7 +263,6 @@ def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dt
     pytest.param("indrnn", "bfloat16", ALONE, marks=pytest.mark.exhaustive),
     pytest.param("highway", "float32", Traversal(True, 2, True, True), marks=pytest.mark.exhaustive)], ids=str)
 def test_registers_of_elementwise_suffice(cell: str, dtype: str, traversal: Traversal):
-    """In the largest unrolled codes, too."""
     task = task_of(cell, (300, 20, 800, 800), dtype, KNOWN["sm_90a"], traversal)
     for change in ({}, {"units": 4, "group": 4}, {"units": 2, "group": 16, "prefetch": 16}):
         config = {**SCHEDULE.default(task), **change}

@@ -78,7 +78,6 @@ def test_kept_states_match_float64(tmp_path, schedule, cell, sizes, dtype, chang
 @pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step", "elementwise"])
 @pytest.mark.parametrize("cell", [*ALL_CELLS, "lstm(peepholes,clip=0.75,zoneout_h=0.25)", "gru(layer_norm)"])
 def test_every_cell_that_is_served(tmp_path, schedule, cell):
-    """With the default's configuration."""
     found = all_schedules()[schedule]
     exact = "tf32" if cell == "slstm" else "float32"  # it divides by states that are drawn near zero
     for dtype, traversal in ((exact, trains(True, 2, True, True)), ("bfloat16", trains(lengths=True, resets=True))):
@@ -145,7 +144,6 @@ class Step:
         self.sizes = {"y": steps * B * width, "dx": steps * B * I, "state_out": rows * H, "dstate_in": rows * H}
 
     def run(self, program: Program, folder: Path, add: bool = True) -> dict[str, np.ndarray]:
-        """What each buffer that is made holds, see :func:`~emulated_training.train`."""
         given = {b.name: self.given[b.tensor] for b in program.buffers if b.tensor in self.given}
         given |= {b.name: self.by_state[b.tensor][b.state][b.part] for b in program.buffers
                   if b.tensor in self.by_state}
@@ -153,7 +151,6 @@ class Step:
         return train(Emulated(program, folder), given, made, self.parameters, self.steps, B, add)
 
     def wanted(self, program: Program, weights: dict[str, Any], states: Any) -> dict[str, Any]:
-        """By the names of buffers: gradients of weights, and of first states."""
         found = {}
         for b in program.buffers:
             if b.tensor == "gradient":
@@ -184,7 +181,6 @@ def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap:
 
 
 def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Side by side, each in chunks of its own."""
     in_chunks(monkeypatch)
     stack = Stack(1, True, keep="states")
     program = program_of("gru", stack, "float32", SIDES, 20)
@@ -319,7 +315,6 @@ def random_program(drawn: Training, seed: int, chosen: bool) -> tuple[Program, s
 
 
 def wrong(drawn: Training, program: Program, folder: Path, arch: str) -> dict[str, float]:
-    """The errors that are too large, by what has them."""
     found = train_call(Emulated(program, folder, arch), drawn.cell.states, drawn.call)
     return {n: e for n, e in drawn.errors({n: found[n] for n in drawn.wanted}).items()
             if not e < (VALUES if n == "y" or n.endswith("_out") else GRADIENTS)}
@@ -356,7 +351,6 @@ def test_every_schedule_trains_them(cell: Cell, arch: str, tmp_path: Path):
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "others"])
 def test_many_training_steps(chosen: bool):
-    """None is wrong, none ends in an error of another kind, and none is refused but for one reason."""
     faults = []
     for seed in SEEDS:
         drawn = random_step(seed)

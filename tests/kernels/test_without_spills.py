@@ -45,7 +45,6 @@ def resources_without_spills(source: str, kernel: str = "") -> dict[str, dict[st
 
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 800), ("bfloat16", 803), ("float32", 800)])
 def test_gradients_of_weights(dtype, width):
-    """The layout of an LSTM with 800 units."""
     memory = memory_of("lstm", (300, 20, width, width), dtype, device=HOPPER)
     part = weight_gradients(memory, memory.leaves() | memory.outputs(), add=True)
     names = ("x", "before_h", "outputs", "d_weight_ih", "d_weight_hh")

@@ -41,7 +41,6 @@ def model_of(op: str, inputs: Sequence[str] = (), *, dtype: str = "float32", out
 
 
 def value(name: str, kind: int = TensorProto.FLOAT, shape: Any = None) -> Any:
-    """An input or output of a graph."""
     return helper.make_tensor_value_info(name, kind, shape)
 
 
@@ -50,7 +49,6 @@ def whole(graph: Any, **more: Any) -> Any:
 
 
 def feeds_of(model: Any, seed: int = 1, rows: int = B, steps: int = T) -> dict[str, np.ndarray]:
-    """Random inputs of a model."""
     rng, sizes = np.random.default_rng(seed), {"T": steps, "B": rows}
     draws = {"i": lambda shape: rng.integers(1, steps + 1, shape), "b": lambda shape: rng.random(shape) < 0.7,
              "f": lambda shape: rng.uniform(-1, 1, shape)}
@@ -64,7 +62,6 @@ def feeds_of(model: Any, seed: int = 1, rows: int = B, steps: int = T) -> dict[s
 
 
 def session(model: Any, options: Any = None) -> Any:
-    """On the CPU, of a file or a model."""
     given = str(model) if isinstance(model, Path) else model.SerializeToString()
     return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
@@ -77,7 +74,6 @@ def rewritten(model: Any, folder: Path, threads: int = 1, **more: Any) -> tuple[
 
 
 def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = LIMIT, least: float = 0.0) -> None:
-    """That two sessions have the same outputs, to ``limit`` of their norm, or of that of values of ``least``."""
     names = [o.name for o in one.get_outputs()]
     assert [o.name for o in other.get_outputs()] == names
     for name, found, wanted in zip(names, one.run(None, feeds), other.run(None, feeds), strict=True):
@@ -87,7 +83,6 @@ def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = 
 
 
 def speech(path: Path) -> None:
-    """A small recognizer as PyTorch exports it: two layers both ways, a GRU, an RNN with the batch first."""
     import torch
 
     class Speech(torch.nn.Module):

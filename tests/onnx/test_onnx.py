@@ -19,8 +19,6 @@ from ecornn.onnx.node import from_proto
 
 
 class Prepared(BackendRep):
-    """A model of one node, its weights among the inputs."""
-
     def __init__(self, model: Any, device: str) -> None:
         (self.node,), self.graph, self.device = model.graph.node, model.graph, device
 
@@ -73,7 +71,6 @@ def test_onnx_backend_node(case: Any, device: str):
 
 def model_of(op: str, gates: int, directions: int, seed: int = 0, bias: bool = True, peepholes: bool = False,
              constants: dict[str, np.ndarray] | None = None, **attributes: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """A model of one node with its weights as initializers."""
     rng = np.random.default_rng(seed)
     tensors = {"W": rng.uniform(-1, 1, (directions, gates * H, I)), "R": rng.uniform(-1, 1, (directions, gates * H, H))}
     tensors |= {"B": rng.uniform(-1, 1, (directions, 2 * gates * H))} if bias else {}
@@ -94,7 +91,6 @@ def model_of(op: str, gates: int, directions: int, seed: int = 0, bias: bool = T
 
 def lstm_by_the_text(x: Any, h: Any, c: Any, w: Any, r: Any, b: Any, p: Any, f: Any, g: Any, o: Any, clip: float,
                      coupled: bool) -> tuple[Any, Any]:
-    """One step of one direction, in the operator's own order i, o, f, c."""
     zi, zo, zf, zc = np.split(x @ w.T + h @ r.T + sum(np.split(b, 2)), 4, axis=1)
     pi, po, pf = np.split(p, 3)
     i = f(np.clip(zi + pi * c, -clip, clip))
@@ -187,7 +183,6 @@ def test_what_cannot_be_compiled_is_named(tmp_path: Path):
 
 
 def dynamic() -> dict[str, np.ndarray]:
-    """What a node may be given beside X, its weights and biases."""
     rng = np.random.default_rng(4)
     h0, c0 = rng.uniform(-1, 1, (2, 1, B, H)).astype(np.float32)
     return {"lens": np.array([2, 4, 3], np.int32), "h0": h0, "c0": c0}
@@ -246,7 +241,6 @@ def test_constants_that_do_not_fit(constants: dict[str, np.ndarray], kind: Any, 
 
 
 def typed(dtype: int) -> Any:
-    """A GRU of this type, its values multiples of 1/8."""
     model, tensors = model_of("GRU", 3, 1)
     for tensor in model.graph.initializer:
         values = np.round(8 * tensors[tensor.name]) / 8

@@ -20,7 +20,6 @@ from ecornn.onnx import constants
 
 
 def behind(name: str, nodes: list[Any], tensors: dict[str, np.ndarray], model: Any = None) -> Any:
-    """A model whose tensor ``name`` is what ``nodes`` make of these instead."""
     model = model or model_of("LSTM", 4, 1)[0]
     kept = [t for t in model.graph.initializer if t.name != name]
     del model.graph.initializer[:]
@@ -64,7 +63,6 @@ def test_constants_behind_nodes(kind: str):
 
 
 def ours(value: np.ndarray) -> np.ndarray:
-    """ONNX's gates i, o, f, c in PyTorch's order."""
     return np.concatenate([np.split(value, 4)[gate] for gate in (0, 2, 3, 1)])
 
 
@@ -88,7 +86,6 @@ def test_what_depends_on_a_call_is_no_constant():
 
 
 def body(model: Any, kind: str) -> Any:
-    """The model with its nodes in the body of an ``If`` or ``Loop``, the initializers outside."""
     inner = helper.make_graph(list(model.graph.node), "body", [], [value("Y")])
     del model.graph.node[:]
     other = helper.make_graph([node("Identity", "X", out="Z")], "other", [], [value("Z")])
@@ -165,7 +162,6 @@ def attribute(key: str, value: Any) -> Callable[[Any], None]:
 
 
 def without(**parts: Any) -> Callable[[Any], None]:
-    """The initializer W with other dimensions, or another type."""
     def change(model: Any) -> None:
         tensor = next(t for t in model.graph.initializer if t.name == "W")
         if "dims" in parts:

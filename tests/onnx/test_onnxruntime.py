@@ -29,7 +29,6 @@ ACTIVATIONS = {"activations": ["HardSigmoid", "LeakyRelu", "Softsign"], "activat
 
 @pytest.fixture(scope="module")
 def fast(recognizer: Path) -> Path:
-    """The recognizer, rewritten by the command."""
     out = recognizer.with_name("speech.fast.onnx")
     result = CliRunner().invoke(main, ["onnx-rewrite", str(recognizer), "-o", str(out), "--batch", "4", "--seq", "40",
                                        "--target", "cpu", "--no-measure"])
@@ -185,7 +184,6 @@ def decoder(steps: int, apart: bool = False) -> Any:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
-    """In the file, though the model has them for each node, and packed."""
     made, *_ = same(decoder(40, apart), tmp_path)
     assert len(made.taken) == 40
     weights = [t.name for t in onnx.load(made.model).graph.initializer]

@@ -41,8 +41,6 @@ class Sample:
 
 @dataclass
 class Builder:
-    """A graph that grows, and in it what is shared with the graphs of bodies."""
-
     rng: np.random.Generator
     made: list[str]
     counter: list[int] = field(default_factory=lambda: [0])
@@ -54,7 +52,6 @@ class Builder:
         return f"{what}{self.counter[0]}"
 
     def node(self, op: str, *inputs: str, count: int = 1, **attributes: Any) -> Any:
-        """The name of its output, or of several."""
         outputs = [self.new(op.lower()) for _ in range(count)]
         self.nodes.append(helper.make_node(op, list(inputs), outputs, **attributes))
         return outputs[0] if count == 1 else outputs
@@ -70,7 +67,6 @@ class Builder:
         return str(self.tensors[-1].name)
 
     def whole(self, *numbers: int) -> str:
-        """A constant of int64."""
         value = np.array(numbers, np.int64)
         return self.node("Constant", value_ints=list(numbers)) if self.chance(0.5) else self.initializer(value)
 
@@ -112,7 +108,6 @@ class Builder:
         return ways[number]()
 
     def size(self, of: str, axis: int) -> str:
-        """One axis of a tensor's shape, as a tensor of one number."""
         shape = self.node("Shape", of)
         if self.chance(0.5):
             return self.node("Slice", shape, self.whole(axis), self.whole(axis + 1))
@@ -128,7 +123,6 @@ class Builder:
         return self.node("Expand", self.initializer(np.array([value], np.float32)), shape)
 
     def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> tuple[str, ...]:
-        """W, R, B and P, the last two perhaps missing."""
         rows = GATES[op] * hidden
         shapes = [(both, rows, inputs), (both, rows, hidden), (both, 2 * rows), (both, 3 * hidden)]
         there = [True, True, self.chance(0.8), peepholes]
@@ -164,7 +158,6 @@ class Recurrent:
         return {"op": op, "peepholes": op == "LSTM" and b.chance(0.15), "attributes": attributes}
 
     def given(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
-        """An input of the model's."""
         self.inputs[name] = value(name, kind, shape)
         return name
 
@@ -211,7 +204,6 @@ class Recurrent:
 
 
 def random_model(seed: int) -> Sample:
-    """The model of a number."""
     made: list[str] = []
     b = Builder(np.random.default_rng(seed), made)
     nodes = Recurrent(b, b.chance(0.5))
@@ -261,7 +253,6 @@ def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, An
 
 
 def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
-    """A node whose states come from the turn before."""
     kind["attributes"].pop("layout", None)
     inner = Builder(b.rng, b.made, b.counter)
     op, attributes = kind["op"], kind["attributes"]
@@ -278,7 +269,6 @@ def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]
 
 
 def _unrolled(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
-    """Nodes of the same weights, each with the states of the one before."""
     kind["attributes"].pop("layout", None)
     state: tuple[str, ...] = ()
     outputs: list[str] = []
@@ -347,7 +337,6 @@ LEAST = 0.1  # states of some turns may be small, and what is added up to them i
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    """A layer that several models have."""
     known = {}
 
     def compiled(layer, target):

@@ -44,7 +44,6 @@ def check(model: torch.nn.Module, run: Callable[[Any, Callable[[Any], Any]], Any
 
 
 def step(model: torch.nn.Module, run: Callable[[Any, Callable[[Any], Any]], Any]) -> dict[str, torch.Tensor]:
-    """Outputs and gradients by name."""
     model.zero_grad()
     torch.set_default_dtype(type_of(model))  # of what the package makes by itself
     try:
@@ -78,7 +77,6 @@ def cast_for(model: torch.nn.Module) -> Callable[[Any], Any]:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Those of floating-point numbers, in order."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
     if isinstance(value, Mapping):
@@ -87,7 +85,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """Relative; where less than ``floor`` is wanted, such as the zero gradient of a bias before a softmax, to that."""
     assert found.shape == wanted.shape
     value = float((found.double() - wanted).norm() / wanted.norm().clamp_min(floor))
     return value if value == value else float("inf")
@@ -95,7 +92,6 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
 
 @pytest.fixture
 def data(package: Callable[[str], Any]) -> Any:
-    """A data set of three waves, and a batch of it."""
     forecasting, pandas = package("pytorch_forecasting"), package("pandas")
     rows = [{"time": time, "series": name, "value": float(np.sin(time / 3 + number)) + 2, "day": float(time % 5)}
             for number, name in enumerate("abc") for time in range(30)]
@@ -156,7 +152,6 @@ def test_sb3_evaluating_actions(learner: Any, restarts: bool):
 
 
 def test_sb3_learning(learner: Any):
-    """Collects steps of episodes and takes updates on them."""
     assert ecornn.torch.replace(learner.policy).swapped == ("lstm_actor", "lstm_critic")
     before = [w.detach().clone() for w in learner.policy.lstm_actor.parameters()]
     learner.learn(32)
@@ -194,7 +189,6 @@ def test_stanza_packed_layers(package: Any):
 
 
 def test_stanza_lemmas(package: Any):
-    """An encoder, and a decoder that calls a cell for each letter."""
     module = package("stanza.models.common.seq2seq_model")
     torch.manual_seed(0)
     model = module.Seq2SeqModel({"vocab_size": 20, "emb_dim": 8, "hidden_dim": 16, "num_layers": 1, "dropout": 0.2,

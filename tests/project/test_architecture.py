@@ -107,7 +107,6 @@ MAY_IMPORT["__main__"] = {"console"}
 
 
 def sources() -> dict[str, Path]:
-    """Module name -> file, of everything that is installed."""
     found = {}
     for package, folder in PLACES.items():
         for path in folder.rglob("*.py"):

@@ -68,7 +68,6 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path):
 
 
 def read_of(wheel: Path, end: str) -> str:
-    """The text of the wheel's one file whose name ends so."""
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(end))
     return archive.read(name).decode()

@@ -8,7 +8,6 @@ from published.base import FOUR, THREE, TWO, Published, affine, relu, sig, sums
 
 
 def gated_by(h, R, gate, n):
-    """R_n (gate * h), on te tensors."""
     return product(pointwise(lambda b, j: gate[b, j] * h[b, j], h, "kept"), R, n)
 
 

@@ -46,15 +46,12 @@ NO_RESULTS = "with times of single layers"
 
 @pytest.fixture(scope="module")
 def shipped() -> Log:
-    """A few layers of an H100."""
     log = read(shipped_folder() / "h100.jsonl.xz")
     return Log([line for line in log.lines if isinstance(line.record, Trial | Finish)
                 and (isinstance(line.record, Finish) or line.record.workload.cell == "rnn_tanh")])
 
 
 class Balanced(HTMLParser):
-    """Fails on tags that do not match."""
-
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -70,7 +67,6 @@ class Balanced(HTMLParser):
 
 
 def parsed(text: str) -> set[str]:
-    """The names of a page's tags, which match."""
     found = Balanced()
     found.feed(text)
     assert not found.open
@@ -90,7 +86,6 @@ def logged(*records: Trial | Finish) -> Log:
 
 
 def reported(*words: object, code: int = 0) -> str:
-    """The output of ``ecornn report``, which ends with ``code``."""
     done = CliRunner().invoke(main, ["report", *map(str, words)])
     assert done.exit_code == code, done.output + repr(done.exception)
     return done.output
@@ -188,14 +183,12 @@ def test_the_command_writes_a_page_or_says_what_is_missing(tmp_path, monkeypatch
 
 
 def row(work: Workload, device: str, **us: float) -> Row:
-    """Of `ecornn bench`, at these medians."""
     case = Case(cell=work.cell, hidden=work.hidden, batch=work.batch, seq=work.seq, dtype=work.dtype)
     return Row(case=case, command="", device=device, workload=work, seq=work.seq, batch=work.batch,
                us_per_step={side: turns.Times.of([value * work.seq / 1e6], work.seq) for side, value in us.items()})
 
 
 def written(folder: Path, one: Row) -> list[Path]:
-    """Files of each kind that have this row."""
     paths = [folder / "one.json", folder / "several.csv"]
     paths[0].write_bytes(msgspec.json.encode(one))
     with paths[1].open("w", newline="") as file:
@@ -285,7 +278,6 @@ def boxes(picture: str) -> Iterator[tuple[str, float, float, float, float]]:
 
 
 def readable(picture: str) -> None:
-    """Fails where words leave the picture or cover others."""
     _, _, width, height = map(float, ET.fromstring(picture).get("viewBox", "").split())
     found = list(boxes(picture))
     for words, left, top, right, bottom in found:
@@ -311,7 +303,6 @@ def test_words_that_leave_a_picture_or_cover_others_are_seen():
 
 
 def luminance(colour: str) -> float:
-    """Of #rrggbb or #rgb, by WCAG 2."""
     digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
     parts = [int(digits[n:n + 2], 16) / 255 for n in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
@@ -406,7 +397,6 @@ def test_rooflines_are_of_gpus_whose_rates_are_known(shipped):
 
 @laid_out
 def test_the_report(shipped: Log, tmp_path: Path):
-    """No page scrolls sideways on a phone."""
     (tmp_path / "report.html").write_text(page.render(shipped, most=4))
     found = chromium.looked(tmp_path, ["report.html"])
     assert {one["width"] for one in found} == set(chromium.WIDTHS)

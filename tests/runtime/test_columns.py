@@ -39,7 +39,6 @@ def layer(request: Any, monkeypatch: Any) -> Layer:
 
 
 def check(y: Any, after: Any, x: np.ndarray, state: Any) -> None:
-    """That y (T, H) and last states (H,) are those of one sequence x (T, 1, I) that begins with these states."""
     wanted, last = sample.expected(x, WEIGHTS, state)
     for found, exact in zip((y, *after), (wanted[:, 0], *(v[0] for v in last)), strict=True):
         assert relative_error(found, exact) <= 1e-6
@@ -233,7 +232,6 @@ def test_packed_sequences_of_pytorch(with_state: bool):
 
 
 def test_padding_by_one_gather():
-    """As PyTorch pads and packs; what it needs on the device is made with the first call."""
     rows = [torch.randn(n, I) for n in LENGTHS]
     given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
     wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(

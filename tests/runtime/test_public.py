@@ -39,7 +39,6 @@ LAYER = {"hidden": 8, "target": "cpu"}
 
 
 def fault(error: Exception) -> Callable[..., Any]:
-    """A function of the package, as it seems, that raises this."""
     there = {"__name__": "ecornn.somewhere", "error": error}
     exec(compile("def broken(*args, **kwargs): raise error", "somewhere.py", "exec"), there)
     return there["broken"]
@@ -61,7 +60,6 @@ def module() -> ecornn.Module:
 
 
 def spare(module: Any) -> Any:
-    """A layer whose attributes a test may change."""
     return module.bind(sample.weights())
 
 
@@ -255,7 +253,6 @@ np.save(sys.argv[4], np.concatenate([first, second]))
 
 @pytest.fixture(scope="module")
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ecornn and those packages alone."""
     folder = tmp_path_factory.mktemp("packages")
     for package in PACKAGES:
         files = files_of(package)

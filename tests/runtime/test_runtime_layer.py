@@ -33,7 +33,6 @@ def layer() -> Layer:
 
 
 def at_once(layer: Layer, count: int, turns: int, steps: Callable[[int, int], int]) -> None:
-    """Calls from so many threads, ``turns`` in each, of T by thread and turn; some meet."""
     def calls(seed: int) -> None:
         for turn in range(turns):
             x = sample.inputs(steps(seed, turn), seed=seed)
@@ -216,8 +215,6 @@ assert np.from_dlpack(y)[0, 0, 0] == {I + 1}
 
 
 class Bare:
-    """An array of a framework that hands arrays over, and takes none."""
-
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
 

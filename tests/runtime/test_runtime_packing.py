@@ -195,7 +195,6 @@ PACKINGS = [*(Packing(dtype=kind, **case) for kind, case in CASES.items()), Pack
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """c_pack_sample.cc."""
     from tvm_ffi import libinfo
 
     out = tmp_path_factory.mktemp("pack") / "pack.so"
@@ -209,14 +208,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def packed_by_code(library: Any, tables: bytes, values: Iterable[np.ndarray], number: int, out: np.ndarray) -> int:
-    """What c_pack.h makes of float weights by the packing of that number; returns its bytes."""
     library.pack.restype, values = ctypes.c_int64, [*values]
     data = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
     return library.pack(tables, data, 2, 8 * values[0].itemsize, number, ctypes.c_void_p(out.ctypes.data))
 
 
 def weights(kind: str) -> dict[str, np.ndarray]:
-    """Of several magnitudes, with a row of zeros, ties, subnormal numbers of float16, and what that cannot hold."""
     rng = np.random.default_rng(7)
     made = rng.standard_normal((G, H, K)) * 10.0 ** rng.integers(-6, 3, (G, H, K))
     made[0, 1] = 0

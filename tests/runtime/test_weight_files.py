@@ -24,7 +24,6 @@ I, H = 5, 12
 
 
 def said(*words: str | Path | int, code: int = 0) -> str:
-    """What the command says, which ends with ``code``."""
     done = CliRunner().invoke(command, [*map(str, words)])
     assert done.exit_code == code, done.output
     return done.output
@@ -203,7 +202,6 @@ LAYER = {"weight_ih_l0": (4 * H, I), "weight_hh_l0": (4 * H, H), "bias_ih_l0": (
 
 
 def tensors(value: float) -> dict[str, Any]:
-    """Weights of a model with a layer ``rnn``."""
     layer = {f"rnn.{name}": torch.full(shape, value) for name, shape in LAYER.items()}
     return layer | {"head.weight": torch.full((2, H), value)}
 

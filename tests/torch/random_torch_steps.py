@@ -34,8 +34,6 @@ class Drawn:
 
 
 class Step(nn.Module):
-    """Carries out lines: (name, function of the module and of the values so far)."""
-
     def __init__(self, I: int, H: int, together: bool) -> None:
         super().__init__()
         self.input_size, self.hidden_size, self.together = I, H, together
@@ -73,7 +71,6 @@ class Tuple(Step):
 
 
 def draw(seed: int) -> Drawn:
-    """The step of a seed, the same each time."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     H = r.choice([5, 6, 7, 8])
@@ -88,8 +85,6 @@ def draw(seed: int) -> Drawn:
 
 
 class Writer:
-    """Draws the lines of a step."""
-
     def __init__(self, r: random.Random, I: int, H: int) -> None:
         self.r, self.I, self.H = r, I, H
         kind = r.choice([One, Two, Tuple, Three])
@@ -136,7 +131,6 @@ class Writer:
 
     # -- helpers ------------------------------------------------------------------------------------
     def line(self, words: str, function: Callable[[Any, list[Any]], Any], made: int = 1) -> None:
-        """A line that makes ``made`` values (B, H)."""
         self.module.lines.append((words, function))
         self.words.append(words)
         self.full += range(self.values, self.values + made)

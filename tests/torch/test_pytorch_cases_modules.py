@@ -78,7 +78,6 @@ def test_save_load_and_pickle(name: str, how: str):
 
 
 def gaps(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values, not one after the other."""
     if how == "interleaved":
         return torch.stack((torch.full_like(tensor, torch.nan), tensor), -1)[..., 1]
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
@@ -190,7 +189,6 @@ def test_total_length_and_padding(total: int, padding: float):
 
 
 def test_pack_sequence(name: str):
-    """test_pack_sequence, test_unpack_sequence: each of a list of sequences as it is alone."""
     theirs, ours, _ = case(name)
     rows = [torch.randn(length, I) for length in LENGTHS]
     with torch.no_grad():

@@ -21,7 +21,6 @@ DEEP = {"num_layers": 2, "bidirectional": True}
 
 
 def both(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A layer of torch.nn's and one of ours."""
     return tuple(getattr(where, name)(*args, **kwargs) for where in (torch.nn, ecornn.torch))
 
 

@@ -44,7 +44,6 @@ class Compilers:
         return len(waiting)
 
     def call(self, function: str, argument: Any, kind: Any, limit: float) -> Any:
-        """Stands for that of a worker process."""
         name = function.removeprefix("ecornn.module_cache:")
         if self.fault is not None and name == "compile_for_another":
             raise self.fault
@@ -64,7 +63,6 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
 
 
 def by_torch(call: Callable[[], Any]) -> bool:
-    """Tells whether PyTorch's own layer makes this call."""
     with contextlib.ExitStack() as patches:
         plain = [patches.enter_context(patch.object(kind, "forward", autospec=True, side_effect=kind.forward))
                  for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, torch.nn.LSTMCell)]
@@ -73,7 +71,6 @@ def by_torch(call: Callable[[], Any]) -> bool:
 
 
 def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:
-    """A layer of PyTorch's, and one that was replaced, with the same weights."""
     theirs, ours = kind(*sizes, **options), kind(*sizes, **options)
     ours.load_state_dict(theirs.state_dict())
     assert ecornn.torch.replace(ours).swapped
@@ -81,7 +78,6 @@ def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:
 
 
 def gradients(layer: Any, *given: Any) -> list[torch.Tensor]:
-    """y and the gradients of a step of training."""
     layer.zero_grad()
     y = flat(layer(*given))[0]
     y.square().sum().backward()
@@ -458,7 +454,6 @@ if sys.argv[1] != "ends":
 
 
 def group_of(process: psutil.Process) -> int:
-    """The process group; 0 for a process that is gone."""
     try:
         return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else 0
     except (ProcessLookupError, psutil.NoSuchProcess):

@@ -297,7 +297,6 @@ def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPat
 
 # -- the precision of float32 products ----------------------------------------------------------
 def precision(layer: Any, gpu: Any, x: Any = None) -> str | None:
-    """What a new layer of this kind is compiled with, also if it trains."""
     kind, weights = kind_of(text_of(layer)), [*layer.parameters()]
     for trains in (False, True):
         call(BoundLayers(kind, None if trains else BoundLayers(kind)), weights, x=x)
@@ -418,7 +417,6 @@ H, I, LENGTHS = 5, 3, [8, 8, 8, 8, 3, 1, 1]
 
 
 def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: Any) -> list[torch.Tensor]:
-    """y in columns, and the states, each sequence apart."""
     x, h, c, *weights = tensors
     y, states = x.new_zeros(x.shape[0] * x.shape[1], 2 * H), []
     for number in range(columns.count):
@@ -432,7 +430,6 @@ def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: An
 
 @pytest.fixture
 def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An LSTM, whose engine is PyTorch, as those of its layers are."""
     torch.manual_seed(0)
     library = torch.nn.LSTM(I, H, 2, bidirectional=True)
 

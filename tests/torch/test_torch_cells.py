@@ -66,13 +66,11 @@ def state_of(name: str, *rows: int) -> Any:
 
 
 def gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Those of x and all weights."""
     x = x.detach().requires_grad_()
     return [*torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])]
 
 
 def agree_in_gradients(ours: torch.nn.Module, theirs: torch.nn.Module, x: torch.Tensor) -> None:
-    """And in values, without these."""
     with torch.no_grad():
         agree(ours(x), theirs(x.double()))
     agree(gradients(ours, x), gradients(theirs, x.double()), 2e-6)

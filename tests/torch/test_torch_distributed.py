@@ -29,8 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
-    """A stack, and what reads its y."""
-
     def __init__(self, stack: nn.Module, width: int) -> None:
         super().__init__()
         self.stack, self.last = stack, nn.Linear(width, 3)

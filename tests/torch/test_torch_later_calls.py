@@ -28,12 +28,10 @@ from ecornn.torch.snapshot import PLACES, Sample
 
 
 def often(layer: Any, *args: Any) -> Any:
-    """The last result of as many calls as it takes until one of their kind is remembered, and one more."""
     return [layer(*args) for _ in range(4)][-1]
 
 
 def memories(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same values in memory of all kinds."""
     room = torch.empty(x.numel() + 1)
     room[1:] = x.flatten()
     return {"plain": x, "strided": torch.stack((x, x), -1)[..., 0], "off by four bytes": room[1:].view(x.shape),

@@ -27,7 +27,6 @@ KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {"nonlinearity": "tanh"}), ("RNN", {
 
 
 def calls(batch_first: bool, hx: Any) -> Iterator[tuple[Any, Any]]:
-    """(input, hx) of every kind: contiguous, strided, packed in order and in any order; from zeros and from states."""
     shape = (B, T) if batch_first else (T, B)
     x = torch.randn(*shape, I)
     for given in (x, torch.randn(*shape, 2 * I)[..., ::2], pack_padded_sequence(x, sorted(LENGTHS)[::-1], batch_first),
@@ -72,7 +71,6 @@ def test_the_arguments_of_the_constructor_are_torchs():
     ("Adam", {"fused": True}), ("SGD", {"fused": True}), ("Adam", {"foreach": True}), ("SGD", {})])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_steps_are_seen(kind: str, options: dict[str, Any], compiled: bool):
-    """By further steps, and by calls without gradients."""
     theirs, ours, x = case("GRU")
     call = torch.compile(ours, backend="eager") if compiled else ours
     optimizer = getattr(torch.optim, kind)(ours.parameters(), lr=0.1, **options)
@@ -132,8 +130,6 @@ def test_infinite_weights_are_as_pytorchs(value: float, monkeypatch: pytest.Monk
 
 
 class Classifier(torch.nn.Module):
-    """Recurrent layers of every kind that replace() meets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = torch.nn.LSTM(I, H, 2, bidirectional=True)
@@ -248,8 +244,6 @@ def test_threads_take_devices_in_turns(places: tuple[str, str], monkeypatch: pyt
 
 # -- layers that were replaced --------------------------------------------------------------------
 class Own(torch.nn.LSTM):
-    """Leaves the calls to torch.nn."""
-
     def __init__(self, *args: Any, note: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.note = note
@@ -279,13 +273,11 @@ def compiled(layer: torch.nn.Module, **options: Any) -> Model:
 
 
 def parts_of(layer: torch.nn.Module) -> tuple[torch.Tensor, str]:
-    """An input for a layer or a cell, and the name of its recurrent weights."""
     cell = hasattr(layer, "weight_hh")
     return (torch.randn(B, I), "weight_hh") if cell else (torch.randn(T, B, I), "weight_hh_l0")
 
 
 def agree_with_torch(model: Model, x: torch.Tensor, call: Any = None) -> None:
-    """With and without gradients a model, or ``call`` of it, gives what it does with PyTorch's own layers."""
     ecornn.torch.restore(exact := copy.deepcopy(model))
     wanted, call = exact.double()(double(x)), model if call is None else call
     for grad in (False, True):
@@ -295,7 +287,6 @@ def agree_with_torch(model: Model, x: torch.Tensor, call: Any = None) -> None:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_layer_is_what_it_was(name: str, fullgraph: bool, one_thread: None):
-    """With the gradients and the hooks that it had."""
     kind, compiled_kind, seen = getattr(torch.nn, name), getattr(ecornn.torch, name), []
     theirs, layer, x = kind(I, H).double(), kind(I, H), torch.randn(T, B, I)
     load(theirs, layer)

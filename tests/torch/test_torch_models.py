@@ -69,7 +69,6 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is compiled in this process."""
     found: list[str] = []
     plain = ecornn.compiler.compile_layer
     monkeypatch.setattr(ecornn.compiler, "compile_layer", lambda layer, **k: (found.append(str(layer.workload)),
@@ -248,8 +247,6 @@ assert not any(name.startswith("tvm.") for name in sys.modules)
 
 
 class Between(torch.nn.Module):
-    """A layer between two others."""
-
     def __init__(self, layers: type) -> None:
         super().__init__()
         self.before, self.after = torch.nn.Linear(I, 7), torch.nn.Linear(2 * H, 3)
@@ -260,8 +257,6 @@ class Between(torch.nn.Module):
 
 
 class Saved:
-    """A program, the folder of its modules, and what it must compute."""
-
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder, exact = folder, Between(torch.nn.GRU).double()
@@ -282,7 +277,6 @@ class Saved:
             self.given = {name: (value, exact(value.double())) for name, value in (("same", x), ("other", other))}
 
     def run(self, file: str, given: str, empty: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """In a process without TVM, compilers and a cache."""
         np.save(self.folder / "x.npy", self.given[given][0].numpy())
         return subprocess.run(
             [sys.executable, "-c", LONELY, *(str(self.folder / name) for name in (file, "x.npy", "y.npy"))],

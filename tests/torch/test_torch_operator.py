@@ -35,7 +35,6 @@ def _no_graphs_of_other_tests() -> None:
 
 @pytest.fixture
 def binds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each time that weights are packed."""
     found: list[int] = []
     plain = Module.bind
     monkeypatch.setattr(Module, "bind", lambda *a, **k: (found.append(1), plain(*a, **k))[1])
@@ -60,8 +59,6 @@ def test_a_traced_graph_computes_with_its_inputs(name: str, how: str):
 
 
 class Noting:
-    """A mode that notes what is called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -80,8 +77,6 @@ class Functions(Noting, TorchFunctionMode):
 
 
 class Logged(torch.Tensor):
-    """A subclass whose operators are seen."""
-
     seen: list[str] = []  # noqa: RUF012
 
     @classmethod
@@ -112,7 +107,6 @@ def test_modes_subclasses_and_the_profiler_see_the_operator(given: str):
 
 
 def counted(call: Any, *args: Any) -> tuple[int, Any]:
-    """The operations that PyTorch counts in a call."""
     with FlopCounterMode(display=False) as counter:
         found = call(*args)
     return counter.get_total_flops(), found

@@ -135,8 +135,6 @@ def test_a_cell_is_of_any_size_and_has_the_modules_names():
 
 
 class Wrong(nn.Module):
-    """Its forward is one of FAULTS."""
-
     def __init__(self) -> None:
         super().__init__()
         self.input_size, self.hidden_size = I, H
@@ -187,7 +185,6 @@ def test_missing_sizes_and_names_are_errors():
 
 # -- what a module does beside its forward's expressions ----------------------------------------
 def one_step(cell: ecornn.Cell, x: torch.Tensor, *states: torch.Tensor) -> list[np.ndarray]:
-    """The new states, by the te step in float64."""
     weights = ecornn.derive(cell, {n: w.detach().numpy() for n, w in cell.weights().items()}, x.shape[1],
                             states[0].shape[1])
     before = [np.zeros(tuple(states[0].shape))] * cell.shown + [s.numpy() for s in states]
@@ -196,7 +193,6 @@ def one_step(cell: ecornn.Cell, x: torch.Tensor, *states: torch.Tensor) -> list[
 
 
 def same_step(module: nn.Module, *states: torch.Tensor, **options: Any) -> ecornn.Cell:
-    """The cell of a module, whose step is the module's."""
     cell = ecornn.torch.cell(module, **{"input_size": I, "hidden_size": H, **options})
     x = torch.randn(B, I, generator=torch.Generator().manual_seed(5))
     states = states or (torch.randn(B, H, generator=torch.Generator().manual_seed(6)),)
@@ -209,8 +205,6 @@ def same_step(module: nn.Module, *states: torch.Tensor, **options: Any) -> ecorn
 
 
 class Module(nn.Module):
-    """Carries out a function of itself."""
-
     def __init__(self, forward: Callable[..., Any], **own: Any) -> None:
         super().__init__()
         self.lin, self.x, self.run = nn.Linear(H, H), nn.Linear(I, H), forward

@@ -43,7 +43,6 @@ def test_a_few(first: int, one_thread: None):
 @pytest.mark.parametrize("seed", [2, 16])
 @pytest.mark.filterwarnings("ignore")
 def test_two_as_layers(seed: int, one_thread: None):
-    """Compiled, with states from zeros as from others."""
     drawn = draw(seed)
     assert drawn.wanted == CAPTURED
     as_a_layer(drawn, cell_of(drawn))
@@ -112,7 +111,6 @@ def test_gradients_reach_the_modules_weights(kind: type[nn.Module], one_thread: 
 
 
 def cell_of(drawn: Drawn) -> Any:
-    """The cell; None where it is refused."""
     try:
         return ecornn.torch.cell(drawn.module, input_size=drawn.input, hidden_size=drawn.hidden, **drawn.options)
     except CellError as error:
@@ -174,7 +172,6 @@ def near(found: Any, wanted: Any, limit: float, what: str, largest: float = 0.0)
 
 
 def by_numpy(drawn: Drawn, cell: Any, limit: float = LIMIT) -> None:
-    """By the interpreter of te graphs, and the adjoint of the analysis, through T steps."""
     try:
         found = loop(drawn, torch.float64)
     except RuntimeError:  # constants of another type
@@ -229,7 +226,6 @@ def compare_weights(cell: Any, module: Any, wanted: dict[str, Any], found: dict[
 
 
 def as_a_layer(drawn: Drawn, cell: Any) -> None:
-    """As a compiled layer with the module's weights, in float32."""
     module, x, states, upstream, y, now, inner, outer = loop(drawn, torch.float64)
     layer = ecornn.torch.Recurrent(cell, drawn.input, drawn.hidden)
     with warnings.catch_warnings():
@@ -307,7 +303,6 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
 
 
 def cell_of_operators(names: Sequence[str]) -> ecornn.Cell:
-    """Of a step that has a state for each."""
     def step(x, *states):
         return tuple(OPERATORS[name](x, h) for name, h in zip(names, states, strict=True))
 

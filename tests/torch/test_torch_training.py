@@ -47,7 +47,6 @@ def test_saved_tensors_may_be_away():
 
 
 def test_under_torch_compile():
-    """In one graph, also of other T and B, whose sizes are symbols then."""
     theirs, ours = pair("LSTM")
     torch._dynamo.reset()
     fast = torch.compile(lambda x: ours(2 * x)[0].sin(), fullgraph=True)
@@ -77,7 +76,6 @@ def test_packed_sequences_under_torch_compile():
 
 
 def test_transforms():
-    """torch.func's, of one another as far as gradients are taken once."""
     theirs, ours = pair("LSTM")
     xs = torch.randn(3, T, B, I)
     weights = {name: w.detach() for name, w in ours.named_parameters()}
@@ -172,7 +170,6 @@ def normal(*shape: int) -> torch.Tensor:
     ecornn.torch.LSTM, pytest.param(ecornn.torch.GRU, marks=pytest.mark.exhaustive), ecornn.torch.RNN,
     lambda *sizes: Recurrent(Peephole(), *sizes)], ids=["LSTM", "GRU", "RNN", "own cell"])
 def test_gradcheck(make: Callable[..., Any]):
-    """Of x, first states and all weights, each value moved by itself."""
     layer = make(3, 5).double()
     count = len(layer.state_names)
 
@@ -211,7 +208,6 @@ def test_layers_of_float64_are_those_of_pytorch(name: str):
 
 
 def forward_of(layer: torch.nn.Module, x: torch.Tensor) -> torch.fx.Node:
-    """The node of a traced call that keeps what a backward pass reads."""
     graph = make_fx(lambda x: layer(x)[0], tracing_mode="fake", _allow_non_fake_inputs=True)(x).graph
     (found,) = (node for node in graph.nodes if "recurrent_forward" in str(node.target))
     return found

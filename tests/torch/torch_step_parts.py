@@ -22,8 +22,6 @@ class Spike(torch.autograd.Function):
 
 
 class Clipped(torch.autograd.Function):
-    """The same value; its gradient is clipped."""
-
     @staticmethod
     def forward(ctx, v):
         return v.clone()
@@ -34,8 +32,6 @@ class Clipped(torch.autograd.Function):
 
 
 class Cubed(torch.autograd.Function):
-    """With the gradient that it has."""
-
     @staticmethod
     def forward(ctx, v):
         ctx.save_for_backward(v)
@@ -48,15 +44,11 @@ class Cubed(torch.autograd.Function):
 
 
 class Doubled(nn.Linear):
-    """A subclass with a forward of its own."""
-
     def forward(self, v):
         return 2 * super().forward(v) - 0.1
 
 
 class NormedLSTM(nn.LSTMCell):
-    """A subclass of PyTorch's cell with a forward of its own."""
-
     def __init__(self, I, H):
         super().__init__(I, H)
         self.norm = nn.LayerNorm(4 * H)
@@ -78,33 +70,27 @@ class SlowGRU(nn.GRUCell):
 
 
 class LeakyRNN(nn.RNNCell):
-    """Of a vanilla cell."""
-
     def forward(self, input, hx):
         return torch.lerp(hx, super().forward(input, hx), 0.3)
 
 
 def assigned(g: Any, H: int) -> Any:
-    """Gates of which all but the first are assigned to."""
     g = g.clone()
     g[:, H:] = g[:, H:] * 0.5
     return g
 
 
 def written(both: Any, q: Any, H: int) -> Any:
-    """Gates of which the first is written to."""
     both[:, :H].mul_(2).add_(q)
     return both[:, :H] * 0.5
 
 
 def silent(p: Any) -> Any:
-    """Without gradients."""
     with torch.no_grad():
         return p * 2
 
 
 def hooked(p: Any) -> Any:
-    """With a hook that halves its gradient."""
     p = p * 1.0
     if p.requires_grad:
         p.register_hook(lambda g: g * 0.5)
@@ -112,13 +98,11 @@ def hooked(p: Any) -> Any:
 
 
 def counted(m: Any, p: Any) -> Any:
-    """Times the number of calls."""
     m.calls = getattr(m, "calls", 0) + 1
     return p * m.calls
 
 
 def trained(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
-    """As after some training."""
     with torch.no_grad():
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
@@ -129,8 +113,6 @@ def trained(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
 
 # -- whole steps ----------------------------------------------------------------------------------
 class MGU(nn.Module):
-    """Linear, chunk of a sum, a product of what is gated."""
-
     def __init__(self, I: int, H: int) -> None:
         super().__init__()
         self.input_size, self.hidden_size = I, H

@@ -10,7 +10,6 @@ FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
 
 
 def flat(result: Any) -> list[Any]:
-    """Every tensor of a result, in order."""
     if isinstance(result, PackedSequence):
         return [result.data]
     return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
@@ -40,6 +39,5 @@ def close(found: Any, wanted: Any, limit: float = FORWARD) -> None:
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Bit for bit, and of one type."""
     for one, other in zip(flat(found), flat(wanted), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)

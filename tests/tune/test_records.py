@@ -51,7 +51,6 @@ TOKENS = [b"null", b"true", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'""', b"\\u0
 
 
 def mutated(rng: random.Random, line: bytes) -> bytes:
-    """A line with one to four mutations: bytes, tokens, cuts, repetitions, swapped fields."""
     data = bytearray(line)
     for _ in range(rng.randint(1, 4)):
         at, end = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))

@@ -139,7 +139,6 @@ class Held:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch):
-    """Makes a server that measures on a device."""
     def served(device: Device) -> None:
         monkeypatch.setattr(Tracker, "servers", lambda _: 1)
         monkeypatch.setattr(remote, "_request", lambda _: Held())

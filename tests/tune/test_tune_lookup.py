@@ -311,7 +311,6 @@ SHIPPED = {"persistent": {"groups": 4, "units": 16, "warps": 4, "gate_warps": 4,
 
 
 def shipped(config: dict[str, object], work: Workload, name: str = "persistent") -> Log:
-    """A log with one record of that configuration of a schedule of an H100."""
     return log_of(decode(encode(trial(1.0, schedule=name, revision=all_schedules()[name].revision, config=config,
                                       workload=work, device=H100))))
 

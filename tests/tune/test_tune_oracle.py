@@ -49,8 +49,6 @@ from ecornn.workload import Workload
 
 
 class Scaled(Cell):
-    """A cell of this file: h' = max(h / 2, W x) * exp(-|R h|)."""
-
     name = "scaled"
     states = ("h",)
 
@@ -96,15 +94,11 @@ def test_the_interpreter_knows_sums_of_anything_and_refuses_what_it_does_not():
 
 
 class OneMore(_Walk):
-    """Takes each gate for the next one."""
-
     def gate(self, e, parameter):
         return (super().gate(e, parameter) + 1) % self.shapes[parameter][0]
 
 
 class OneLess(_Walk):
-    """Forgets the last term of a sum that spans levels."""
-
     def level_by_level(self, e, name):
         parts = terms(e)
         if len({self.level_of(t) for _, t in parts}) > 1:
@@ -115,8 +109,6 @@ class OneLess(_Walk):
 
 
 class Plus(_Walk):
-    """Subtracts nothing."""
-
     def level_by_level(self, e, name):
         if type(e).__name__ == "Sub":
             e = e.a + e.b
@@ -215,8 +207,6 @@ def test_relative_error_never_passes_what_is_not_a_number():
 
 @dataclass
 class Device:
-    """The library of a module: device memory that is the host's, and kernels in the emulation."""
-
     emulated: Emulated
     gpu: FakeGPU
     runs: int = 0
@@ -240,7 +230,6 @@ class Device:
 
 
 def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], folder: Path) -> SimpleNamespace:
-    """What ``load`` gives of a module, in the emulation."""
     found = all_schedules()[schedule]
     config = {**found.default(task), **change}
     assert found.check(task, config) is None

@@ -53,7 +53,6 @@ def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buff
 
 
 def endless(program: Program) -> Program:
-    """Waits for a word that nobody writes."""
     def body(T: Any, given: Any) -> None:
         word = T.alloc_buffer((1,), "uint32", scope="local")
         T.buffer_store(word, T.uint32(0), [0])
@@ -64,7 +63,6 @@ def endless(program: Program) -> Program:
 
 
 def astray(program: Program) -> Program:
-    """Writes where no memory is."""
     def body(T: Any, given: Any) -> None:
         T.buffer_store(given[0], T.uint32(1), [T.int64(FAR)])
 
@@ -72,7 +70,6 @@ def astray(program: Program) -> Program:
 
 
 def wrong(program: Program) -> Program:
-    """Overwrites the beginning of y."""
     y = next(b for b in program.buffers if b.tensor == "y")
 
     def body(T: Any, given: Any) -> None:
@@ -82,7 +79,6 @@ def wrong(program: Program) -> Program:
 
 
 def needing(program: Program, buffer: Buffer) -> Program:
-    """The program with one more buffer."""
     return Program.running(program.functions, (*program.buffers, buffer), program.calls)
 
 
@@ -126,7 +122,6 @@ def planted(config: Mapping[str, Any]) -> str | None:
 
 
 def build(request: Build) -> str:
-    """As :func:`ecornn.tune.building.build`, but some candidates have a fault."""
     schedule, fault = all_schedules()[request.schedule], planted(request.config)
     faults = FAULTS if request.device.kind == "cuda" else CPU_FAULTS
     if fault is None:

@@ -205,7 +205,6 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
 
 
 def few_records(_: None) -> bool:
-    """In the process of a search, and here: reading all that ship takes seconds."""
     folders.shipped_folder = lambda: Path(os.environ["FEW_RECORDS"])
     return proposing.ready(None)
 

@@ -69,7 +69,6 @@ def outcomes(measure, batch: list[Candidate]) -> dict[Candidate, Outcome]:
 
 
 def recorded(measure: ProcessEvaluator, path: Path, batch: list[Candidate]) -> tuple[Tuner, dict[Candidate, Outcome]]:
-    """A batch, measured, learnt and recorded as a run does it."""
     search = Search(ConfigSpace(TASK, [Fake(BEHAVIOURS)]), CostModel(), 0)
     tuner = Tuner(search, measure, Journal.open(path, "x", True), Settings(len(batch), 0), HERE)
     tuner.begin = time.monotonic()
@@ -367,14 +366,12 @@ def below(process: subprocess.Popen) -> list[psutil.Process]:
 
 @pytest.fixture
 def started(start) -> Callable[..., subprocess.Popen]:
-    """Starts a program of Python, with the modules of tests."""
     return lambda program, *arguments: start(
         [sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def kill_alone(parent: subprocess.Popen) -> None:
-    """Kills a process, and waits until those that it started have ended."""
     processes = below(parent)
     parent.send_signal(signal.SIGKILL)
     parent.wait()

@@ -84,7 +84,6 @@ def until_it_serves(tracker: Tracker, *passing: type[Exception]) -> None:
 
 
 def the_child_of(process: psutil.Process) -> psutil.Process:
-    """The only child of a process, once it is there."""
     until(lambda: len(process.children()) == 1)
     return process.children()[0]
 
@@ -209,7 +208,6 @@ def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
 
 
 def says(*words: bytes) -> Callable[[socket.socket, Tracker], None]:
-    """Something that says this to whoever connects, and then nothing."""
     return lambda connection, _: [connection.sendall(word) for word in words] and None  # type: ignore[func-returns-value]
 
 

@@ -289,8 +289,6 @@ def test_no_silence_where_there_is_no_terminal(monkeypatch):
 
 
 class Clocked:
-    """A run that takes ``seconds`` on a clock of its own."""
-
     def __init__(self, seconds: float, order: list[str], name: str) -> None:
         self.seconds, self.order, self.name, self.now = seconds, order, name, 0.0
 

@@ -38,8 +38,6 @@ def spend(space: ConfigSpace, seed: int, trials: int, batch: int = 16) -> Search
 
 
 class Tight(Fake):
-    """One combination in 512 fits."""
-
     def check(self, task, config):
         return None if config["a"] == config["b"] == config["c"] == 1 else "too large"
 
@@ -101,8 +99,6 @@ def test_failures_rank_below_everything():
 
 
 class Estimated(Fake):
-    """Says of its candidates how long they take, of the knob ``f`` nothing."""
-
     def features(self, task, plan):
         return {"estimate": 1000 * cost({**plan, "f": 0})}
 
@@ -189,8 +185,6 @@ def test_some_of_what_is_drawn_before_the_model_is_near_a_default():
 
 
 class Rules(Fake):
-    """Knobs of these sizes, and rules: (knobs that are read, in order, and the sum that must not be)."""
-
     def __init__(self, sizes: list[int], rules: list[tuple[list[int], int]]) -> None:
         super().__init__()
         self.sizes, self.rules, self.asked = sizes, rules, 0

@@ -212,8 +212,6 @@ def test_a_cell_of_the_users_own_takes_what_ships():
 
 
 class Young(Fake):
-    """It came after some records."""
-
     def generation(self, task: Task) -> int:
         return 2
 
