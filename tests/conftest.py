@@ -101,8 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """PyTorch's default for cuDNN's RNNs is TF32, which ecornn.torch follows: tests on a GPU have exact products,
-    unless they say otherwise."""
+    """PyTorch's default for cuDNN's RNNs is TF32: tests on a GPU have exact products, unless they say otherwise."""
     torch = sys.modules.get("torch")
     if torch is None or request.node.get_closest_marker("gpu") is None:
         yield

@@ -232,8 +232,7 @@ TOKEN = re.compile(r'"[^"\n]*"|//.*|^[}@]|(?<![\w.])[A-Za-z_]\w*', re.MULTILINE)
 
 
 def structure_of(code: str) -> str:
-    """``code`` with names replaced by numbers in the order of their first appearance in a function, but for those of
-    types, of members and of functions that it calls, and for strings and comments."""
+    """``code`` with the names that a function defines replaced by their numbers."""
     words = re.sub(r'"[^"\n]*"|//.*', "", code)
     called = set(re.findall(r"([A-Za-z_]\w+)(?:\(|<(?! ))", words)) | set(re.findall(r"(\w+)\s+\w+\s*[=;,)]", words))
     numbers: dict[str, str] = {}

@@ -165,8 +165,7 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
 
 def gradients_of(name: str, x: Any, weights: dict[str, Any], states: list[Any], dy: Any, dstates: list[Any],
                  masks: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """Those of x, weights by ``bind``'s names and first states, in float64. Of cells without a formula in NumPy it is
-    the adjoint that is compiled: tests have their numbers, and here an error would be of a kernel."""
+    """Of x, weights and first states, in float64; of cells without a formula in NumPy by the adjoint."""
     import ecornn
     from ecornn.analysis import analyse
     from ecornn.analysis.adjoint import adjoint

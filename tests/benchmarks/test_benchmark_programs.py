@@ -1,5 +1,4 @@
-"""The programs of the benchmarks as they run, with what they run, or times, made up: make bench, of programs, of packed
-sequences and columns, on CPUs, of services under load, on several GPUs; and of calls that go on for hours."""
+"""The programs of the benchmarks as they run, with what they run, or times, made up; and calls that go on for hours."""
 
 import argparse
 import json

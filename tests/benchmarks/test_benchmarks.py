@@ -1,5 +1,4 @@
-"""Tests of all that benchmarks compute without a GPU: rows, floors, files of results, tables; and of grids in TOML: the
-layers that they name, sides of ours, and runs that go on where they were stopped."""
+"""All that benchmarks compute without a GPU: rows, floors, files of results, tables; grids in TOML and their runs."""
 
 import json
 import math
@@ -121,8 +120,7 @@ def test_a_floor_by_hand():
 
 
 def test_blocks_and_clusters():
-    """One block exchanges between its warps. Few clusters are on the chip at once: of 64 rows thirteen of 8, not eight
-    of 16. No group of 17 to 31 blocks is faster than one of 32."""
+    """Few clusters are on the chip at once: of 64 rows thirteen of 8, not eight of 16."""
     found = floors.floor(floors.H100, "lstm", 1, 64, 64, "float16")
     assert (found.blocks, found.exchange) == (1, 0.026)
     found = floors.floor(floors.H100, "lstm", 64, 256, 256, "float16")

@@ -87,8 +87,7 @@ def test_reasons_by_hand(stages: dict, found: list[str], words: str):
 
 
 def test_the_grid_that_ships_has_reasons_to_find():
-    """Every row above 1.5 times its floor is a layer, and its persistent schedule leaves products out, where h comes
-    through L2: in a block, or a cluster, `persistent_block` has no side without."""
+    """`persistent` leaves products out where h comes through L2; `persistent_block` has no side without."""
     path = ROOT / "benchmarks" / "results" / "h100_grid.jsonl"
     found, rows = why_above_floor.layers_of(path), Summary(read(path).rows).high()
     assert [layer.name for layer in found] == [r["name"] for r in rows] and found
@@ -116,8 +115,7 @@ def test_stages_are_left_out_in_the_same_configuration(cell: str, dtype: str, sc
 
 
 def bare_forward(cell: Bare, x: np.ndarray, p: dict[str, np.ndarray], multiplied: bool = True) -> np.ndarray:
-    """The layer in float64; x (T, B, I) to y (T, B, H), initial state zero. Unless ``multiplied``, recurrent weights
-    count as zero."""
+    """y (T, B, H) in float64 of x (T, B, I), from zeros. Unless ``multiplied``, recurrent weights count as zero."""
     p = {k: v.astype(np.float64) for k, v in p.items()}
     hidden = p["weight_hh_l0"].shape[1]
     h = c = np.zeros((x.shape[1], hidden))

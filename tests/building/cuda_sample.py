@@ -1,5 +1,4 @@
-"""A small CUDA program that uses all that the host code can do, what it computes, in NumPy, and a module in a process
-whose CUDA driver only takes notes (fake_driver.c), and those notes."""
+"""A CUDA program that uses all that host code can do, in NumPy, too; and what a driver (fake_driver.c) notes of it."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ Parameters = dict[str, Any]
 
 
 class BlockRNN(Formula):
-    """A GRU-like cell of products with heads: of a state, and of a gated state in a second exchange; and, if ``whole``,
-    a product without heads of the same state."""
+    """A GRU-like cell of products with heads in two exchanges; if ``whole``, beside a product without heads."""
 
     def __init__(self, heads: int, whole: bool = False) -> None:
         self.heads, self.whole = heads, whole
@@ -44,8 +43,7 @@ class BlockRNN(Formula):
 
 
 class LowRank(Formula):
-    """A gated unit whose recurrent matrices are U f(V h), of ``rank`` values with a bias; if ``whole`` beside a whole
-    matrix, in sums with both."""
+    """A gated unit whose recurrent matrices are U f(V h), of ``rank`` values; if ``whole`` beside a whole matrix."""
 
     def __init__(self, rank: int, whole: bool = False) -> None:
         self.rank, self.whole, self.name, self.states = rank, whole, f"low_rank_{rank}{'_whole' * whole}", ("h",)
@@ -90,8 +88,7 @@ class NarrowInput(LowRank):
 
 
 class Projected(Formula):
-    """An LSTM whose gates see a projection r (P) of its output (Sak et al. 2014, arXiv 1402.1128); its state is what is
-    projected."""
+    """An LSTM whose gates see a projection r (P) of its output (Sak et al. 2014, arXiv 1402.1128)."""
 
     name, states, width = "lstm_projected", ("m", "c"), 3
 

@@ -1,5 +1,4 @@
-"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch:
-test_operators.py has differences, of each operator, and test_reference.py and test_cpu_training.py of layers."""
+"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch."""
 
 from collections.abc import Callable
 from functools import cache

@@ -22,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_host_code")
 
 
 class Computed(Cell):
-    """An antisymmetric matrix and its transpose's other half, one of rank 2, one of unit rows, a decay between 0 and 1,
-    and one gain for all units."""
+    """An antisymmetric matrix, one of rank 2, one of unit rows, a decay between 0 and 1, and one gain for all units."""
 
     name, states = "computed", ("h",)
 

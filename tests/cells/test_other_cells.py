@@ -137,8 +137,7 @@ def test_a_training_step_on_this_cpu(name: str, limit: float, of_gradients: floa
     ("peaks", "float32", "states"), ("peaks", "bfloat16", "gates"), ("grouped", "float32", "gates"),
     pytest.param("chunks", "float32", "states", marks=pytest.mark.exhaustive)])
 def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: str):
-    """Emulated. dx has the gradients of sequences behind that of x; rows of y and of its gradient have all outputs.
-    Where values have 16 bits another one may be the largest."""
+    """Gradients of sequences lie behind that of x. Where values have 16 bits another one may be the largest."""
     drawn = drawn_of(name, dtype)
     schedule = all_schedules()["elementwise" if name in ("gap", "split") else "persistent"]
     program = training_program(schedule, task_of(name, dtype, Traversal(keep=keep)))

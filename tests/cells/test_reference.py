@@ -1,5 +1,4 @@
-"""The float64 reference: against formulas written apart, and differences of itself; of a user's cell, whose te step
-it carries out, against formulas written apart and against built-in layers."""
+"""The float64 reference of built-in and users' cells: against formulas written apart, and differences of itself."""
 
 from typing import Any
 

@@ -96,8 +96,7 @@ CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "clus
                 ("persistent_block", LowRank(5, True), 40, "float32", 3, {}))], ids=name_of)
 def test_emulated_on_a_gpu(schedule: str, cell: Cell, hidden: int, dtype: str, batch: int, knobs: dict[str, Any],
                            tmp_path: Path):
-    """Heads of whole tiles, and such that end within them; of one block, of several, of a cluster; rows in groups.
-    Narrow values of a part of a block, of one and a half, and of blocks that send none."""
+    """Heads of whole tiles, and such that end within them; narrow values of parts of blocks; one block and several."""
     x, parameters, states = drawn(cell, hidden, batch)
     work = Workload(cell.name, hidden, I, batch, T, dtype)
     task = Task(work, analyse(cell, I, hidden), replace(TINY, cores=24) if knobs else TINY)

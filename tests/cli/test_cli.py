@@ -352,8 +352,7 @@ def test_tuning_a_cell_of_a_file(folder):
 
 @pytest.mark.parametrize("sizes", [["--seq", "1000000"], ["--batch", "1000000", "--training"]])
 def test_the_command_ends_for_sizes_of_a_million(tmp_path: Path, folder: Path, sizes: list[str]):
-    """No record applies, and a million lines of something else are among the logs. It did not end: candidates had lists
-    with T x B entries."""
+    """It did not end: candidates had lists with T x B entries. A million lines of something else are in the logs."""
     folder.mkdir()
     (folder / "junk.jsonl").write_bytes(b"junk\n" * 1_000_000)
     file = tmp_path / "gru.so"

@@ -105,8 +105,7 @@ def rows_of(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["normal", "with a mean", "positive", "uniform", "tiny", "huge", "of all sizes",
                                   "half zeros", "one hot", "one large value", "zeros", "constant"])
 def test_error_of_a_product(kind, pairs, tmp_path):
-    """Relative to the norms of a row and of the weights, as sums of dense factors are; rows of few large values, of
-    which a plain sum loses nothing, are multiplied in the plain way, and relative to their own products."""
+    """Relative to the norms of a row and of the weights; rows of few large values are multiplied in the plain way."""
     x = rows_of(kind)
     found, expected, weights = product_of(tmp_path, x, 40, project_pairs=pairs)
     sparse = kind in ("one hot", "one large value", "zeros")
@@ -127,8 +126,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(bad, tmp_path):
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-37, 1e-33, 1e-20, 1e20, 1e33, 1e36])
 def test_weights_of_all_sizes(scale, tmp_path):
-    """Their pairs' products leave the range of floats, unless they are scaled. Of what is not normal some bits are
-    gone, relative to the least normal number."""
+    """Unless they are scaled, their pairs' products leave the range of floats."""
     x = rows_of("normal")
     found, expected, weights = product_of(tmp_path, x, 40, scale, project_pairs=3)
     size = norm(x) * np.linalg.norm(weights.astype(np.float64)) / np.sqrt(K)

@@ -124,8 +124,7 @@ GROUPS = 4  # a module for each
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_gradients_of_other_cells(group: int, tmp_path: Path):
-    """With rows that end, and sequences that begin anew; every other cell in reverse, every other two with states kept,
-    every other four in float64."""
+    """Every other cell in reverse, every other two with states kept, every other four in float64."""
     layers = [Layer(name, width(name), H, B, T, Traversal(n % 2 == 1, lengths=True, resets=True),
                     FACTORS["keep"][n // 2 % 2], FACTORS["dtype"][n // 4 % 2])
               for n, name in enumerate(OF_STEP) if n % GROUPS == group]

@@ -59,8 +59,7 @@ class Projected(Formula):
 
 
 class Peak(Formula):
-    """The largest product of x, which the step reads as it is; ``peaks``: beside a recurrent product. Or the largest of
-    what is normalized, ``top``, and nothing else of it."""
+    """The largest product of x; ``peaks``: beside a recurrent product; ``top``: of what is normalized, alone."""
 
     states = ("h",)
 
@@ -94,8 +93,7 @@ class Step:
 
 
 def any_step(seed: int, more: bool | None = None) -> Step:
-    """Of every fourth seed a layer with all that it may have, of others a step, a third of these with heads and groups,
-    too, or as ``more`` says."""
+    """Of every fourth seed a whole layer, of others a step, a third of these with ``more``."""
     if more is None and seed % 4 == 3:
         return Step(seed, KEEP[seed // 4 % 2], training(seed, whole=True))
     drawn = draw(seed, more=seed % 4 == 2 if more is None else more)

@@ -1,5 +1,4 @@
-"""The examples of training, small: what they print, and that they notice what is wrong; and what examples share: steps,
-their times, and what they keep; sessions that are served, and wrong answers of these."""
+"""The examples of training, small: what they print, that they notice what is wrong, and what they share."""
 
 import asyncio
 import copy
@@ -257,8 +256,7 @@ def test_graphs_compute_what_steps_do(with_loss: bool):
 
 
 def test_memory_is_that_of_saved_tensors():
-    """By the layer that saves first: ``first`` keeps x; tanh, which is the model's own, its output, and ``second``
-    nothing more. A second step finds the same. No hooks are left, also by a layer that fails."""
+    """By the layer that saves first. A second step finds the same; no hooks are left, also by a layer that fails."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(BATCH, WIDTH)
     for _ in range(2):

@@ -1,5 +1,4 @@
-"""Generated CUDA source as C++: inline PTX becomes calls of what ``cuda_on_cpu.h`` declares. An instruction that is not
-known here fails the test."""
+"""Generated CUDA source as C++: inline PTX becomes calls of ``cuda_on_cpu.h``. An unknown instruction is an error."""
 
 import re
 

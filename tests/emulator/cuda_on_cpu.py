@@ -34,8 +34,7 @@ KERNELS = (*COMPILE, "-O0")  # most of a test's time is the compiler's
 
 @lru_cache(maxsize=1)
 def emulation() -> Path:
-    """A folder with the header, what the compiler makes of it, since every kernel includes it, and ``emulation.so``,
-    which carries out what it declares."""
+    """A folder with the precompiled header, and ``emulation.so``, which carries out what it declares."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     header = Path(folder.name, HEADER.name)
@@ -124,8 +123,7 @@ class Emulated:
 
     def memory(self, steps: int, parameters: Mapping[str, np.ndarray],
                given: Callable[[programs.Buffer], np.ndarray | int | None]) -> Memory:
-        """Buffers before a call: packed parameters; what is ``given`` of another one, or NaN, as many elements as it
-        says or as the buffer's extent, with a guard behind."""
+        """Buffers before a call: packed parameters; what is ``given``, or NaN; a guard behind each."""
         memory = {}
         for b in self.program.buffers:
             if b.role == programs.PACKED:

@@ -148,9 +148,7 @@ def after_each_step(forward: Forward, state: str) -> Forward:
 
 
 def masks_of(traversal: Traversal, steps: int, batch: int, together: int = 1) -> dict[str, np.ndarray]:
-    """Lengths of 0 up to ``steps``, resets of about a third of all steps, and sequences with gaps between some of them,
-    if it has them. In most groups of ``together`` columns (0: one group) many neighbours share a sequence,
-    whose pieces are often as near to each other as they may be."""
+    """Lengths up to ``steps``, resets of a third of all steps, sequences with gaps, near each other if ``together``."""
     rng = np.random.default_rng(steps * 100 + batch)
     if traversal.sequences:
         found = []

@@ -1,5 +1,4 @@
-"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch there; gradients of sequences in
-columns, of layers, stacks, and packed sequences of PyTorch."""
+"""Stacks, directions, lengths, resets and columns on a GPU, by every schedule, with gradients; ecornn.torch there."""
 
 import copy
 from typing import Any

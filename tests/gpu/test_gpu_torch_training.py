@@ -77,8 +77,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def check(name: str, dtype: torch.dtype, x: Any, hx: Any, autocast: torch.dtype | None = None, **options: Any) -> None:
-    """float32 within its bounds of float64, 16 bits within twice the error of torch's layer in the same ones: under
-    autocast cuDNN's takes float16 whatever is asked for."""
+    """float32 within its bounds of float64, 16 bits within twice the error of torch's layer in the same ones."""
     exact, theirs, ours = pair(name, dtype, **options)
     x, hx = moved(x, "cuda", dtype), moved(hx, "cuda", dtype)
     again = moved(x, "cpu", torch.float64), moved(hx, "cpu", torch.float64)

@@ -1,5 +1,4 @@
-"""On a GPU: torch's stream and allocator, CUDA graphs, and NumPy by way of copies; calls like an earlier one, which
-take the short way with the same results; as many batch rows as a call may have, more bytes than 32 bits count."""
+"""On a GPU: torch's stream and allocator, CUDA graphs, NumPy, the short way, and more bytes than 32 bits count."""
 
 from pathlib import Path
 from typing import Any
@@ -123,8 +122,7 @@ LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
     ("lstm", 2000, 512, 512),
 ])
 def test_the_longest_call(cell: str, T: int, B: int, H: int):
-    """Rows do not depend on each other, so that a few tell whether offsets are right: the first, the last, some
-    between, in all steps."""
+    """Rows do not depend on each other: the first, the last, some between tell whether offsets are right."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 48 << 30:
         pytest.skip("needs 48 GiB of GPU memory")

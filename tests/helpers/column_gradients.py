@@ -11,8 +11,7 @@ import ecornn
 
 def errors_of(layer: Any, cell: str, weights: dict[str, Any], rng: np.random.Generator,
               device: str = "cuda") -> dict[str, float]:
-    """The relative error of each gradient, by name, of random sequences, more than twice as many as columns; some wrap
-    around. ``weights``: float32, of values that the layer's type has."""
+    """The relative error of each gradient, by name, of more than twice as many sequences as columns."""
     w, stack = layer.manifest.workload, layer.manifest.stack
     kind, count = getattr(torch, w.dtype), 2 * w.batch + 1
     lengths = rng.integers(w.seq // 2, w.seq + 1, count)

@@ -63,8 +63,7 @@ class Layer:
                     (rng.random((steps, batch)) < 0.4).astype(np.uint8) if traversal.resets else None)
 
     def __call__(self, call: Call, threads: int = 2, offset: int = 1) -> dict[str, np.ndarray]:
-        """Everything that it makes; fails where anything outside of the arrays was written. Workspaces are NaN before
-        each of the two calls."""
+        """Everything that it makes; fails where anything outside of the arrays was written."""
         states, rows, shape = self.cell.states, call.dy.shape, call.states[0].shape
         given = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
                  **{f"{n}_in": s for n, s in zip(states, call.states, strict=True)},

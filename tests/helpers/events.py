@@ -33,8 +33,7 @@ def endless(argument: Any) -> bool:
 
 
 class Clock:
-    """Time for a module under test, in place of ``time``: it passes where a test lets it, and with each look by
-    ``tick`` seconds."""
+    """Time for a module under test, in place of ``time``: it passes by ``tick`` seconds with each look."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self.tick = 1000.0, tick

@@ -1,5 +1,4 @@
-"""What a module packs of weights, in NumPy: stack, pad, split, transpose, round. The code of modules, c_pack.h and
-pack_weights.cu, is held against it, and emulated kernels read what it packs."""
+"""What a module packs of weights, in NumPy: c_pack.h and pack_weights.cu are held against it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -86,8 +85,7 @@ def integers(values: Array) -> NDArray[np.uint8]:
 
 
 def powers(values: Array) -> NDArray[np.float32]:
-    """The power of two at or below the mean magnitude of what is not zero in each row, among normal numbers; 1 where
-    that is 0 or not finite."""
+    """The power of two at or below the mean magnitude of each row's normal numbers; 1 where that is 0 or not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.abs(values).sum(-1, dtype=np.float64) / np.maximum(np.count_nonzero(values, -1), 1)
     usable = (mean > 0) & np.isfinite(mean)

@@ -1,5 +1,4 @@
-"""Cells with sequences beside x, cells whose outputs are no states, or are several, and cells with maxima, softmaxes
-and reductions over hidden units or groups of these, with their formulas in NumPy float64."""
+"""Cells with sequences beside x, other outputs, and maxima and softmaxes, with their formulas in NumPy float64."""
 
 from typing import Any
 
@@ -34,8 +33,7 @@ class TimedGRU(Formula):
 
 
 class Masked(Formula):
-    """A tanh layer that a sequence scales after its product, and that keeps what a mask leaves out; one input is read
-    by what is hoisted alone."""
+    """A tanh layer that one sequence scales after its product, and of which another, a mask, keeps units."""
 
     name, states, inputs, shapes = "masked", ("h",), ("scale", "m"), {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
 
@@ -85,8 +83,7 @@ class Gate(Formula):
 
 
 class Many(Formula):
-    """Outputs of each kind, in an order of their own: a value of the second exchange, a new state, a gate of the first
-    exchange, one of x alone; the other state is none."""
+    """Outputs of each kind: of the second exchange, a new state, a gate of the first exchange, one of x alone."""
 
     name, states, output = "many", ("h", "c"), ("read", "h", "z", "seen")
     shapes = {"W": (2, "I"), "R": (1, "H"), "C": (1, "H"), "b": (1,)}
@@ -167,8 +164,7 @@ def soft(z: Any) -> Any:
 
 
 class Peaks(Formula):
-    """Maxima of products of x, over both gates; of a state, beside two means, in one exchange; a softmax of what has
-    products; and a maximum of the new state. Some are below zero."""
+    """Maxima of products of x, of a state, beside two means, and of the new state; a softmax. Some are below zero."""
 
     name, states, shapes = "peaks", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 
@@ -213,8 +209,7 @@ def grouped(z: Any, groups: int, function: Any) -> Any:
 
 
 class Grouped(Formula):
-    """Of two groups: maxima of products of x, over both gates; a softmax of what has products; the state normalized;
-    maxima below zero that are mixed as one value a group."""
+    """Of two groups: maxima of products of x; a softmax; the state normalized; maxima mixed as one value a group."""
 
     name, states, groups, shapes = "grouped", ("h", "c"), 2, {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 
@@ -276,8 +271,7 @@ class Chunks(Formula):
 
 
 class Slots(Formula):
-    """Attention over two slots of units: a score of each by what x brings, their softmax, the slots' mixture, and a
-    product of the weights."""
+    """Attention over two slots of units: scores, their softmax, the slots' mixture, and a product of the weights."""
 
     name, states, slots, shapes = "slots", ("h",), 2, {"W": (2, "I"), "M": (1, "H"), "U": (1, 2)}
 

@@ -1,5 +1,4 @@
-"""The cases that tests take: covering arrays, which are a few combinations of choices in which every pair of values
-occurs that can; half of all; and seeds."""
+"""The cases that tests take: covering arrays of choices, in which every pair occurs; half of all; and seeds."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +16,7 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
 
 
 def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[Pair]) -> list[Row]:
-    """Rows that have all of ``wanted``: each begins with a pair that is missing, and takes the values that bring most
-    others. ``choices``: the values of each factor, of a row that has some already; a pair there must leave some."""
+    """Rows in which all pairs of ``choices``, values by factor, occur that can; and those of ``wanted`` alone."""
     rows: list[Row] = []
     missing = set(wanted)
     order = {pair: sorted(map(str, pair)) for pair in wanted}

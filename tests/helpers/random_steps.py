@@ -331,8 +331,7 @@ class Training:
 
 
 def training(seed: int, whole: bool = False) -> Training:
-    """A training step of random sizes. ``whole``: of a layer with all that it may have, also with lengths and resets,
-    and backwards in time."""
+    """A training step of random sizes. ``whole``: of a layer with all that it may have, backwards in time, too."""
     rng, found, traversal = np.random.default_rng(seed), draw(seed, whole, whole), ALONE
     for _ in range(40):
         steps, batch, input, hidden = (int(v) for v in rng.integers((1, 1, 1, 5), (7, 6, 9, 41)))

@@ -1,5 +1,4 @@
-"""Builds the module of runtime_sample.cc for a manifest, and says in NumPy what it computes; and a GPU's module without
-a GPU, of c_interface_sample.cc."""
+"""The module of runtime_sample.cc for a manifest, and its values in NumPy; a GPU's module without a GPU."""
 
 import atexit
 import ctypes

@@ -173,8 +173,7 @@ class Echo(Formula):
 
 
 class Blend(Formula):
-    """Of x's products and, in the step, of what came of these; of a state beside a product; of values of a phase with
-    another product; of a new state. Three hoisted values of two products."""
+    """Of x's products and of what came of these; of a state beside a product; of a new state."""
 
     name, states, shapes = "blend", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (2,)}
 
@@ -259,8 +258,7 @@ class Shared(Formula):
 
 
 class LRU(Formula):
-    """A diagonal linear recurrence with a read-out of its new state, as the linear recurrent unit (Orvieto et al. 2023,
-    arXiv 2303.06349) with real eigenvalues: s' = a s + sqrt(1 - a^2) B x, y = C s' + d tanh(s')."""
+    """The linear recurrent unit (Orvieto et al. 2023, arXiv 2303.06349), real: s' = a s + sqrt(1 - a^2) B x."""
 
     name, states, shapes = "lru", ("y", "s"), {"B": (1, "I"), "C": (1, "H"), "nu": (1,), "d": (1,)}
 
@@ -280,8 +278,7 @@ class LRU(Formula):
 
 
 class SCRN(Formula):
-    """Structurally constrained recurrent network (Mikolov et al. 2015, arXiv 1412.7753), as published:
-    s' = (1 - a) B x + a s, h' = sigmoid(P s' + A x + R h), y = softplus'(U h' + V s'), all of H units."""
+    """Structurally constrained recurrent network (Mikolov et al. 2015, arXiv 1412.7753), all of H units."""
 
     name, states, shapes = "scrn", ("y", "h", "s"), {"A": (2, "I"), "R": (4, "H")}
 
@@ -366,8 +363,7 @@ class Residual(Formula):
 
 
 class Given(Cell):
-    """A cell of one state, or with such ``attributes``, whose step (x, h, parameters) to new states is given, and the
-    shapes of its parameters, as a function of I and H."""
+    """A cell whose step (x, h, parameters) to new states is given, and its shapes as a function of I and H."""
 
     name, states = "given", ("h",)
 
@@ -405,8 +401,7 @@ def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, 
 
 def run_analysed(graph: StepGraph, x: Any, parameters: Mapping[str, Any],
                  states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """One layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each,
-    to y (T, B, H) and the final states; float64."""
+    """y (T, B, H) and the final states, float64, of one analysed layer; ``parameters`` in te shape, states (B, H)."""
     weights = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     x, current = np.asarray(x, np.float64), [np.asarray(s, np.float64) for s in states]
     shape, values, steps = current[0].shape, start(graph, weights), []

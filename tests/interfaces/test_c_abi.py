@@ -1,5 +1,4 @@
-"""Modules called from C and C++: module files and static libraries; results, refusals, threads under sanitizers, calls
-without memory or locks."""
+"""Modules called from C and C++: results, refusals, sanitizers, calls without memory or locks."""
 
 import ctypes
 import platform
@@ -202,8 +201,7 @@ def test_steps_allocate_nothing_and_take_no_lock(folder: Path, lstm: Module):
 @pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch, packs: bool):
-    """With weights from the host and from the GPU, on the caller's stream; these packed there by a module that has the
-    kernel for it."""
+    """With weights from the host and from the GPU, packed there where the module has the kernel for it."""
     from test_stacks_cuda import SCHEDULES, TINY, B, H, I, T
 
     if not packs:

@@ -28,8 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Passes:
-    """A piece of a program, compiled for this CPU; ``given`` are shapes and types of what it needs beside its own;
-    ``more`` goes to ``Emulated``."""
+    """A piece of a program, compiled for this CPU; ``given`` are shapes and types of what it needs beside its own."""
 
     def __init__(self, part: Component, folder: Path, given: Mapping[str, tuple[tuple[int, ...], str]],
                  **more: Any) -> None:
@@ -113,8 +112,7 @@ def lowered(outputs: Array) -> Array:
 
 def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "float32",
           multiply: Multiply = np.matmul) -> tuple[Array, dict[str, Array]]:
-    """The outputs (T, B, O, H) and the last states, each row apart, in float64; ``kind``: what products multiply is
-    rounded to, as a library of that arithmetic does."""
+    """Outputs (T, B, O, H) and last states, each row apart, in float64; products' factors are rounded to ``kind``."""
     w, graph = task.workload, task.graph
     hoisted = sample.hoisted.reshape(w.seq, -1, len(graph.hoisted_outputs), w.hidden)
     batch = hoisted.shape[1]
@@ -143,8 +141,7 @@ def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "f
 
 def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array],
            rows: slice) -> Iterator[tuple[list[int], bool]]:
-    """The steps between two resets of a layer, in the order of its adjoint, and whether the layer cleared its states
-    before them: so that nothing goes back beyond."""
+    """The steps between two resets, in the adjoint's order, and whether states were cleared before them."""
     n = int(masks["lengths"][rows.start]) if traversal.lengths else steps
     of_layer = list(range(n)) if traversal.reverse else list(range(n))[::-1]
     cleared = [False] * n

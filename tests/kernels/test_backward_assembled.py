@@ -1,5 +1,4 @@
-"""What a backward pass has beside its recurrence, emulated, against the adjoint in float64: what follows it, such as
-gradients of matrices; what it reads, for all steps at once, against the same graphs; the states before each step."""
+"""Beside the recurrence of a backward pass, emulated, against the adjoint in float64: gradients of matrices, replay."""
 
 from dataclasses import replace as changed
 

@@ -1,5 +1,4 @@
-"""A training step of a GPU module, emulated: ``forward``, then ``backward`` on what it kept, against a float64 tape;
-also of cells whose steps lack what most have, or have it in other places."""
+"""``forward``, then ``backward`` on what it kept, emulated, against a float64 tape; also of unusual cells."""
 
 import re
 from pathlib import Path
@@ -125,8 +124,7 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
                  marks=pytest.mark.exhaustive),
 ], ids=str)
 def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path, monkeypatch):
-    """Forward keeps them, and backward multiplies none of what they have again. What the recurrence writes is in rows
-    of whole lines of memory, as those of large layers are."""
+    """Forward keeps them. What the recurrence writes is in rows of whole lines of memory, as of large layers."""
     monkeypatch.setattr(keeping, "LINES", 0)
     step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
     values = [b for b in step.program.buffers if b.tensor in ("value_kept", "values_kept")]
@@ -254,8 +252,7 @@ def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path,
     ("lstm", True, ["gates"]), ("gru", True, []), ("rnn_tanh", True, ["gates", "states"]),
     ("lstm(layer_norm)", False, ["gates"])])
 def test_what_is_made_at_the_same_time(name, apart, late, keep):
-    """Gradients of weights beside that of x, and what only those read beside the recurrence, where neither makes what
-    the other one reads: they have in common what came before them."""
+    """Gradients of weights beside that of x; neither makes what the other one reads."""
     work = Workload(name, 256, 256, 16, 300, "bfloat16")
     traversal = Traversal(lengths=True, keep=keep)
     task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], traversal)

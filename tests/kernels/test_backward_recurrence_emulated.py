@@ -53,8 +53,7 @@ def carried_out(folder: Path, schedule: Schedule, task: Task, config: Config, sa
 
 def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Config | None = None,
                      batch: int | None = None, **how: Any) -> Config:
-    """Runs the recurrence of the adjoint of ``layer`` in the emulation, and compares it with float64. ``config``: of
-    the recurrence, the default's otherwise; ``batch``: the call's B; ``how``: of ``cuda_on_cpu.Emulated``."""
+    """The adjoint's recurrence against float64; ``batch``: the call's B; ``how``: of ``cuda_on_cpu.Emulated``."""
     made = adjoint(layer.graph, layer.workload.hidden)
     task = recurrence_task(layer, made)
     assert schedule.serves(task) is None

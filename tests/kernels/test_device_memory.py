@@ -1,5 +1,4 @@
-"""Memory of a layer on a GPU: workspaces in the place of others, what a training step takes, and which memory a call
-points to; weights packed there by the module's kernel, emulated, from the tables of its C interface, as NumPy packs."""
+"""A layer's memory on a GPU: workspaces in the place of others; weights packed there, emulated, as NumPy packs."""
 
 import ctypes
 import gc
@@ -125,8 +124,7 @@ def training(manifest: Manifest, calls: list[Any]) -> Training:
 
 @pytest.mark.parametrize(("cell", "seq", "most"), [("lstm", 1024, 174.08), ("gru", 1024, 182), ("lstm", 4096, 621)])
 def test_a_step_that_keeps_gates(cell, seq, most):
-    """y, what is kept, float32 gradients and the larger one of two workspaces, MiB; the gradient of x lies in what is
-    kept. Workspaces are a tenth of that, but in GRU, where a chunk would be too short."""
+    """y, what is kept, float32 gradients and the larger workspace, MiB; the gradient of x lies in what is kept."""
     program, manifest = made(cell, seq)
     own, buffers = training(manifest, []), {b.name: b for b in program.buffers}
     kept, room = own.kept_bytes(seq, 16), own.workspace_bytes(seq)

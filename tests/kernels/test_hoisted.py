@@ -1,5 +1,4 @@
-"""What is computed of x for all steps: its layout in 16 bits, and who has the choice; the projection that makes it on
-wgmma, emulated, and what the compiler makes of it for the GPU; how blocks share the tiles of the one on mma."""
+"""What is computed of x for all steps: its layout in 16 bits, and the projection that makes it, emulated."""
 
 from collections import Counter
 

@@ -379,8 +379,7 @@ def test_a_line_of_sums_has_one_writer_and_a_store_of_a_warp_fills_sectors(cell,
 
 
 def test_the_recurrence_normalizes_what_is_rounded_once():
-    """The pass over W x only makes sums; 16 bits are the default where their bytes are worth the error, and never where
-    normalized values would be rounded a second time."""
+    """16 bits are the default where their bytes are worth the error, and never where values would be rounded again."""
     schedule, task = Persistent(), task_of(NORM, (256, 16, 1024, 1024), "float16", KNOWN["sm_90a"])
     config = schedule.default(task)
     assert config["hoisted"] == "same"

@@ -1,5 +1,4 @@
-"""The wide persistent kernel, emulated on the CPU, against float64: every way in which a layer can be cut, or the
-recurrence of its adjoint."""
+"""The wide persistent kernel, emulated, against float64: every way in which a layer, or its adjoint, can be cut."""
 
 from functools import partial
 from typing import Any

@@ -1,5 +1,4 @@
-"""Types of factors on a GPU: recurrent weights in 8 bits, emulated, against float64 with weights that are rounded
-alike; TF32 products, who may ask for them, what is generated, and how far off they are."""
+"""Recurrent weights in 8 bits, emulated, against float64 with weights that are rounded alike; TF32 products."""
 
 import copy
 import re

@@ -1,5 +1,4 @@
-"""Calls of a few steps: launches that begin early, by `persistent` in these and by `persistent_block` in all; narrow
-projections; by `whole_step` each step one launch, states in place, and what is chosen."""
+"""Calls of a few steps: launches that begin early, narrow projections, `whole_step`, and what is chosen."""
 
 import re
 from dataclasses import replace as changed

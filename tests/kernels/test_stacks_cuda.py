@@ -1,5 +1,4 @@
-"""Stacks, directions, lengths and resets on CUDA: programs of every schedule emulated, and compiled; which sequences of
-a stack are put side by side by the rates of devices, which estimates read, and why."""
+"""Stacks, directions, lengths and resets on CUDA, emulated and compiled; which sequences go side by side, and why."""
 
 from dataclasses import replace as changed
 from pathlib import Path

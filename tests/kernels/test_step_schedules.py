@@ -1,5 +1,4 @@
-"""The schedules of one launch a step, and that of cells without recurrent products: their programs, limits, and
-results, emulated on the CPU."""
+"""Schedules of one launch a step, and of cells without recurrent products: limits, and results, emulated."""
 
 import random
 from collections.abc import Iterator

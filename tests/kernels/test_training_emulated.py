@@ -296,8 +296,7 @@ def random_step(seed: int) -> Training:
 
 
 def random_program(drawn: Training, seed: int, chosen: bool) -> tuple[Program, str, str]:
-    """The program of a training step, the names of its two schedules, and an architecture, Hopper's or one before.
-    ``chosen``: as compile() chooses; else others that serve."""
+    """The program, its two schedules' names, and an architecture; ``chosen``: as compile() chooses; else others."""
     (steps, batch, width, hidden), arch = drawn.sizes, ("sm_90a", "sm_80")[seed // 2 % 2]
     device, keep = replace(KNOWN[arch], cores=3), ("gates", "states")[seed // 4 % 2]  # few blocks to emulate
     if chosen:

@@ -21,8 +21,7 @@ LIMIT = 1e-5  # relative, of float32
 
 def model_of(op: str, inputs: Sequence[str] = (), *, dtype: str = "float32", outputs: Sequence[bool] = (True,) * 3,
              seed: int = 0, **attributes: Any) -> Any:
-    """A model of one node named `node` with random weights, which takes of lens, h0 and c0 those of ``inputs``, whose T
-    and B are open; ``outputs``: which of Y, Y_h and Y_c it has. P where ``inputs`` has it."""
+    """A model of one node named `node` with random weights; T and B are open; ``outputs``: of Y, Y_h and Y_c."""
     both = 1 + (attributes.get("direction") == "bidirectional")
     rng, gates = np.random.default_rng(seed), GATES[op] * H
     weights = {"W": (both, gates, I), "R": (both, gates, H), "B": (both, 2 * gates), "P": (both, 3 * H)}

@@ -219,8 +219,7 @@ def test_damage_is_named(kind: str):
 
 
 def test_constants_deeper_than_pythons_stack():
-    """In time that grows with the model: a constant, a failure and a circle, each at the end of 3,000 nodes, and what
-    many nodes are made of twice."""
+    """In time that grows with the model: a constant, a failure and a circle, each at the end of 3,000 nodes."""
     chain = [node("Identity", f"b{n}", out=f"b{n + 1}") for n in range(3000)]
     deep = ecornn.onnx.read(behind("W", [node("Identity", "a", out="b0"), *chain, node("Identity", "b3000")], {"a": W}))
     np.testing.assert_array_equal(deep.weights["weight_ih_l0"], ours(W[0]))

@@ -114,8 +114,7 @@ def test_weights_that_the_model_computes_go_with_the_nodes_that_compute_them(tmp
 
 
 def in_a_body(old: bool) -> Any:
-    """A model with its node in a branch of another, which a call chooses; of an ``old`` one all initializers are
-    inputs, the choice among them."""
+    """A model with its node in a branch of another; of an ``old`` one all initializers are inputs."""
     inner = model_of("RNN").graph
     body = helper.make_graph([*inner.node], "body", [], inner.output[:1])
     other = helper.make_graph([helper.make_node("Identity", ["X"], ["other"])], "other", [], [sample.value("other")])
@@ -132,8 +131,7 @@ def in_a_body(old: bool) -> Any:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_a_node_in_the_body_of_another(old: bool, tmp_path: Path):
-    """Also of models whose initializers are inputs, as all had to be before version 4 of the format, where no call
-    brings them; in bodies there were none."""
+    """Also of models whose initializers are inputs, as all had to be before version 4 of the format."""
     model = in_a_body(old)
     made, fast = rewritten(model, tmp_path)
     assert len(made.taken) == 1 and {v.name for v in fast.get_inputs()} == ({"X"} if old else {"X", "yes"})

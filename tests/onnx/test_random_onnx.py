@@ -163,8 +163,7 @@ class Recurrent:
 
     def add(self, x: str, width: int, kind: dict[str, Any], features: str, state: tuple[str, ...] = (),
             b: Builder | None = None) -> tuple[list[str], int, int]:
-        """A node, in a body's graph if ``b`` is that; returns its outputs, D and H. ``x`` is (T, B, width);
-        ``features``: what shapes are taken of."""
+        """A node, in the graph ``b``; returns its outputs, D and H. x (T, B, width); ``features`` gives shapes."""
         b, (op, attributes) = b or self.b, (kind["op"], kind["attributes"])
         both, hidden = 1 + (attributes.get("direction") == "bidirectional"), attributes["hidden_size"]
         key = op, both, width, hidden, kind["peepholes"]
@@ -350,8 +349,7 @@ def _compiled_once():
 
 
 def check(seed: int, folder: Path) -> int:
-    """That a model's nodes are compiled and compute the same, and those that cannot be stay with a reason; returns the
-    number of nodes that are compiled."""
+    """Nodes that are compiled, and compute the same; those that cannot be stay with a reason."""
     sample = random_model(seed)
     out = folder / "fast.onnx"
     try:

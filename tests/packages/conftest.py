@@ -1,5 +1,4 @@
-"""Models of other people's packages: ``make test-packages``. A package that is absent is a failure; with
-``--absent=skip`` its tests are skipped, by its name."""
+"""Models of other people's packages: ``make test-packages``, with ``--absent=skip`` without those that are absent."""
 
 import importlib
 from collections.abc import Callable

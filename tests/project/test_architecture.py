@@ -1,5 +1,4 @@
-"""The promises of docs/ARCHITECTURE.md: a light import, layers, small files; assertions without effects, and faults of
-mutants.py that are of lines that are there."""
+"""The promises of docs/ARCHITECTURE.md: a light import, layers, small files; assertions without effects; mutants.py."""
 
 import ast
 import graphlib
@@ -204,8 +203,7 @@ def test_tvm_and_torch_are_imported_inside_functions_only():
 
 
 def test_import_is_light():
-    """The processor's time inside a new interpreter, best of 5: other work on the machine must not fail it. What is
-    imported is in test_public.py."""
+    """The processor's time inside a new interpreter, best of 5: other work on the machine must not fail it."""
     code = "import sys, time; start = time.process_time(); import ecornn; print(time.process_time() - start)"
     assert min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT).stdout)
                for _ in range(5)) < 0.3
@@ -272,8 +270,7 @@ PURE = {"abs", "all", "any", "bool", "float", "frozenset", "getattr", "hasattr",
 
 
 def effects(source: str) -> Iterator[str]:
-    """Assertions that may do more than to hold something against something: with line and expression. A call may,
-    unless it is of a function that is known to have no effect."""
+    """Assertions, with line and expression, that call what is not known to have no effect."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert):
             for part in ast.walk(node.test):

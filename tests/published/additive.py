@@ -171,8 +171,7 @@ class SelectiveSSM(Published):
 
 
 class DampedEMA(Published):
-    """The moving average of Mega (Ma et al. 2023, arXiv 2209.10655), one dimension a unit; ``v`` are alpha and delta
-    before a sigmoid."""
+    """The moving average of Mega (Ma et al. 2023, arXiv 2209.10655); ``v`` are alpha and delta before a sigmoid."""
 
     name, states, shapes = "mega_ema", ("h",), {"W": (1, "I"), "v": (2,)}
 
@@ -187,8 +186,7 @@ class DampedEMA(Published):
 
 
 class RWKV4(Published):
-    """Time mixing of RWKV-4 (Peng et al. 2023, arXiv 2305.13048): a weighted mean of all values, with its numerator and
-    denominator over exp(m); ``v`` are the bonus u and the log of the decay."""
+    """Time mixing of RWKV-4 (Peng et al. 2023, arXiv 2305.13048); ``v`` are the bonus u and the log of the decay."""
 
     name, states, output, nonnegative = "rwkv4", ("a", "d", "m"), "y", ("d",)
     shapes = {"W": (3, "I"), "v": (2,)}

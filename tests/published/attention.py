@@ -121,8 +121,7 @@ class EntNet(WithHeads):
 
 
 class StateRegularizedRNN(Published):
-    """Attention over as many learnt states as there are units, whose mixture is the new state (Wang and Niepert 2019,
-    arXiv 1901.08817): ``S`` has them in its rows (gate 0) and in its columns (gate 1)."""
+    """Attention over learnt states, the rows and columns of S (Wang and Niepert 2019, arXiv 1901.08817)."""
 
     name, states, shapes = "sr_rnn", ("h",), {"W": (1, "I"), "R": (1, "H"), "b": (1,), "S": (2, "H")}
 

@@ -22,8 +22,7 @@ class CTRNN(Published):
 
 
 class LTC(Published):
-    """Liquid time constants, three fused steps of a sixth (Hasani et al. 2021, arXiv 2006.04439); ``v`` are A and
-    log tau."""
+    """Liquid time constants, three fused steps (Hasani et al. 2021, arXiv 2006.04439); ``v`` are A and log tau."""
 
     name, states, shapes = "ltc", ("h",), ONE | {"v": (2,)}
 
@@ -147,8 +146,7 @@ class GRUODE(Published):
 
 
 class AntisymmetricRNN(Published):
-    """Euler steps of a stable equation (Chang et al. 2019, arXiv 1902.09689): step 0.1, diffusion 0.2; its matrix is
-    computed of another one."""
+    """Euler steps of a stable equation (Chang et al. 2019, arXiv 1902.09689): step 0.1, diffusion 0.2."""
 
     name, states, shapes = "antisymmetric", ("h",), ONE
 

@@ -59,8 +59,7 @@ class SLSTMHeads(WithHeads):
 
 
 class BlockGRU(WithHeads):
-    """The block GRU of DreamerV3 (Hafner et al. 2023, arXiv 2301.04104): reset behind the product, update shifted by
-    one towards keeping the state."""
+    """The block GRU of DreamerV3 (Hafner et al. 2023, arXiv 2301.04104): reset behind the product."""
 
     name, states, heads = "block_gru", ("h",), 4
     shapes, blocks = {"W": (3, "I"), "b": (3,)}, {"R": 3}
@@ -83,8 +82,7 @@ class BlockGRU(WithHeads):
 
 
 class DreamerCore(WithHeads):
-    """DreamerV3's whole sequence model with one hidden layer of H units: the state enters once as blocks, once as a
-    whole, and root mean squares go over all units (Hafner et al. 2023, arXiv 2301.04104)."""
+    """DreamerV3's whole sequence model with one hidden layer of H units (Hafner et al. 2023, arXiv 2301.04104)."""
 
     name, states, heads = "dreamer_core", ("h",), 2
     shapes, blocks = {"W": (1, "I"), "Q": (1, "H"), "v": (5,)}, {"S": 1, "R": 3}

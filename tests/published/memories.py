@@ -40,8 +40,7 @@ class CFN(Published):
 
 
 class SCRN(Published):
-    """Structurally constrained: slow units beside fast ones (Mikolov et al. 2015, arXiv 1412.7753), alpha = 0.95; the
-    product of the slow ones is h's alone, y comes after it."""
+    """Structurally constrained: slow units beside fast ones (Mikolov et al. 2015, arXiv 1412.7753), alpha = 0.95."""
 
     name, states, shapes = "scrn", ("h", "s"), {"W": (2, "I"), "R": (2, "H")}
 
@@ -95,8 +94,7 @@ class EchoState(Published):
 
 
 class Clockwork(Published):
-    """Units with periods of their own (Koutnik et al. 2014, arXiv 1402.3511): ``v`` is log2 of the period. Time is a
-    state; that slow units do not see fast ones is for R, in zeros."""
+    """Units with periods of their own (Koutnik et al. 2014, arXiv 1402.3511): ``v`` is log2 of the period."""
 
     name, states, nonnegative = "clockwork", ("h", "t"), ("t",)
     shapes, ranges = ONE | {"v": (1,)}, {"v": (0.0, 3.0)}
@@ -114,8 +112,7 @@ class Clockwork(Published):
 
 
 class SkipRNN(Published):
-    """Learns which steps to leave out (Campos et al. 2018, arXiv 1708.06834), of tanh units: the probability of an
-    update, one of a batch row, is in all units of ``u``."""
+    """Learns which steps to leave out (Campos et al. 2018, arXiv 1708.06834), of tanh units, by ``u``."""
 
     name, states, nonnegative, shapes = "skip_rnn", ("h", "u"), ("u",), ONE | {"v": (2,)}
 

@@ -424,8 +424,7 @@ def kernel(name: str) -> Kernel:
 
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_each_note_of_a_step_is_in_the_picture(name: str):
-    """The notes of the text that people read, at the indentation of the loop over steps and deeper; and as words that
-    can be read."""
+    """Notes of the text that people read, from the indentation of the loop over steps on."""
     own, drawn = kernel(name), picture(kernel(name))
     readable(drawn)
     words = " ".join(text.text or "" for text in ET.fromstring(drawn).iter("text"))

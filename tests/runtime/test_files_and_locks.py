@@ -1,5 +1,4 @@
-"""Files on machines that go wrong: locks that a stopped process holds, for which others wait, and not for ever; a file
-system without locks; temporary folders in which nothing can be written, or from which nothing can be loaded."""
+"""Files on machines that go wrong: locks of stopped processes, file systems without locks, folders without room."""
 
 import errno
 import fcntl

@@ -66,8 +66,7 @@ def work(threads: ThreadPoolExecutor) -> None:
 
 
 def interrupted(point: int) -> tuple[str, bool]:
-    """Interrupts at a point. Returns ``raised``, ``lost``, or ``none`` where there is no such point; and True if the
-    executor's threads end."""
+    """``raised``, ``lost``, or ``none`` where there is no such point; and whether the executor's threads end."""
     left, threads, became = itertools.count(point, -1), ThreadPoolExecutor(2), "lost"
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,5 +1,4 @@
-"""The public face: what is imported, and when, also where there is no compiler; and nothing untyped leaves the package:
-an error of its own at each public function becomes an InternalError, one of a user's code stays what it is."""
+"""The public face: what is imported, and when; and nothing untyped leaves the package."""
 
 import copy
 import inspect

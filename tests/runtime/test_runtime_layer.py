@@ -169,8 +169,7 @@ def test_bfloat16_numpy():
 @pytest.mark.parametrize("framework", [tvm_ffi.from_dlpack, torch.nn.Parameter], ids=["tvm_ffi", "torch"])
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 23), ("bfloat16", 8)])
 def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, bits: int):
-    """tvm_ffi.Tensor has __dlpack__ and from_dlpack, and bfloat16 on a CPU, which NumPy has not. Weights may be
-    parameters of a model; what comes out takes no gradients."""
+    """tvm_ffi.Tensor has bfloat16, which NumPy has not. Weights may be parameters; results take no gradients."""
     def foreign(array: np.ndarray) -> Any:
         return framework(torch.from_numpy(array).to(getattr(torch, dtype)))
 
@@ -197,8 +196,7 @@ def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, 
 @pytest.mark.parametrize(("first", "kind"), [("import tvm.runtime", "tvm.runtime.tensor"),
                                              ("sys.modules['torch'] = None", "np.asarray")], ids=["TVM", "no torch"])
 def test_frameworks_of_another_process(first: str, kind: str):
-    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported: its from_dlpack is below the top package.
-    And nothing of the runtime asks for torch, which tvm_ffi tries to import by itself."""
+    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported. Nothing of the runtime asks for torch."""
     code = f"""
 import sys
 {first}

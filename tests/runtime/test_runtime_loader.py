@@ -127,8 +127,7 @@ def test_one_bit_that_is_not_as_it_was(module: Module, tmp_path: Path, monkeypat
 
 
 def test_files_that_are_no_modules(module: Module, tmp_path: Path):
-    """Not there, of other kinds, of other libraries, zeros at the end, stripped, and cut where headers and tables are
-    whole, but not what they say."""
+    """Not there, of other kinds, stripped, and cut where headers and tables are whole, but not what they say."""
     missing, pipe, text, zeros, stripped, cut = (
         tmp_path / f"{name}.so" for name in ("missing", "pipe", "text", "zeros", "stripped", "cut"))
     os.mkfifo(pipe)

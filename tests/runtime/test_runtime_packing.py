@@ -1,5 +1,4 @@
-"""Packing of weights: every element is where the packing says, the rest is zero, rounding is right; and what a module's
-own C interface packs is that, to the bit."""
+"""Packing of weights: every element is where the packing says, rounding is right; the C interface's, to the bit."""
 
 import ctypes
 import subprocess

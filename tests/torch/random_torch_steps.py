@@ -19,8 +19,7 @@ CAPTURED, REFUSED, EITHER = "captured", "refused", "either"
 
 @dataclass
 class Drawn:
-    """A module, the arguments of ``cell()``, and whether it is ``captured``, ``refused``, or ``either``, since it has
-    what no cell can have; ``words`` are its lines."""
+    """A module, the arguments of ``cell()``, whether it is ``captured``, ``refused`` or ``either``, and its lines."""
 
     module: nn.Module
     options: dict[str, Any]

@@ -32,8 +32,7 @@ DEEP = {"num_layers": 2, "bidirectional": True}
 
 
 def test_rnn_retain_variables(name: str):
-    """test_rnn_retain_variables: a graph that is kept gives the same gradients again, and adds them; one that is not is
-    PyTorch's error."""
+    """test_rnn_retain_variables: a graph that is kept gives the same gradients again; another is PyTorch's error."""
     _, ours, x = case(name)
     y = ours(x.requires_grad_())[0].square().sum()
     leaves = [x, *ours.parameters()]
@@ -311,8 +310,7 @@ def test_lbfgs_and_vectors_of_parameters(layer: Any, x: torch.Tensor):
 @pytest.mark.parametrize("how", ["torch.jit.trace", "ONNX"])
 @pytest.mark.filterwarnings("ignore")
 def test_exporters_that_trace(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
-    """test_trace, test_lstm of the ONNX exporter. Differs: they record PyTorch's operators, so its own layer runs, and
-    says so; the graph is the one that it would be."""
+    """test_trace, test_lstm of the ONNX exporter. Differs: they record PyTorch's operators: its own layer runs."""
     theirs, ours, x = case(name, batch_first=True)
     theirs.float().eval()
     made = []
@@ -367,8 +365,7 @@ def test_the_exporter_to_onnx_that_captures(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strict", [True, False])
 def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatch):
-    """Layers under ECORNN_STRICT, and cells that PyTorch lacks. Its last attempt is by torch._dynamo, where it must be
-    known, too, that an export runs."""
+    """Layers under ECORNN_STRICT, and cells that PyTorch lacks, also in its last attempt by torch._dynamo."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     monkeypatch.setenv("ECORNN_STRICT", str(int(strict)))
     layer = ecornn.torch.LSTM(I, H) if strict else ecornn.torch.Recurrent("indrnn", I, H)
@@ -380,8 +377,7 @@ def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "GRUCell"])
 def test_quantize_dynamic(name: str):
-    """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is, which
-    warns; restore() before, or the layer's name, as for all that makes other layers of PyTorch's."""
+    """test_quantized RNNs. Differs: a replaced layer is left as it is, with a warning; restore() before."""
     from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
 
     kind = getattr(torch.nn, name)
@@ -403,8 +399,7 @@ def test_quantize_dynamic(name: str):
 
 
 def test_per_sample_gradients():
-    """test_expanded_weights. Differs: its weights answer to PyTorch's operators alone; torch.func's vmap of grad has
-    the same for a layer of ours (``test_torch_training.py``)."""
+    """test_expanded_weights. Differs: its weights are PyTorch's alone; vmap of grad does the same for ours."""
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
     layer = ecornn.torch.GRU(I, H, batch_first=True)

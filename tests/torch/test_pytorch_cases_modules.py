@@ -161,8 +161,7 @@ EVERY = "LSTM GRU RNN"
     *(("LSTM", {"proj_size": size}, ValueError, "proj_size") for size in (-1, H, H + 1)),
     *(("RNN", {"nonlinearity": word}, ValueError, "'tanh' or 'relu'") for word in ("garbage", ""))])
 def test_construction_errors(names: str, options: dict[str, Any], kind: type[Exception], words: str):
-    """test_errors, test_projections_errors_on_gru_and_rnn: what PyTorch says of a wrong constructor's argument is what
-    ours says."""
+    """test_errors, test_projections_errors_on_gru_and_rnn: ours says what PyTorch says."""
     for where, name in itertools.product((torch.nn, ecornn.torch), names.split()):
         with pytest.raises(kind, match=words):
             getattr(where, name)(**{"input_size": I, "hidden_size": H, **options})
@@ -222,8 +221,7 @@ def test_writes_to_results(layer: Any, x: torch.Tensor, where: str):
     ([2, 2, 1], 4, ShapeError), ([1, 2, 2], 5, ShapeError), ([2, 2, -1], 4, ShapeError), ([], 0, ShapeError),
     ([2, 3, 1], 6, ShapeError), ("int32", 5, DTypeError)])
 def test_batch_sizes_that_fit_nothing(sizes: Any, rows: int, kind: type[Exception], grad: bool):
-    """A PackedSequence that is put together by hand: PyTorch raises what it comes across, ours names batch_sizes. One
-    of them ended the process: its rows were read from beyond the data."""
+    """PyTorch raises what it comes across, ours names batch_sizes: rows were read from beyond the data."""
     theirs, ours = (where.GRU(I, H) for where in (torch.nn, ecornn.torch))
     sizes = torch.tensor([2, 2, 1], dtype=torch.int32) if sizes == "int32" else torch.tensor(sizes, dtype=torch.int64)
     with torch.set_grad_enabled(grad):

@@ -1,5 +1,4 @@
-"""What PyTorch tests of RNN, LSTM and GRU (its test_nn.py, test_autograd.py), of ecornn.torch's layers.
-docs/PYTORCH_CASES.md lists these by intent, with what differs and why."""
+"""PyTorch's tests of RNN, LSTM and GRU, of ecornn.torch's layers: docs/PYTORCH_CASES.md lists them, and differences."""
 
 import itertools
 import warnings
@@ -97,8 +96,7 @@ def test_rnn_against_another_implementation(name: str, options: dict[str, Any], 
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 @pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False), ("RNN", False)])
 def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bool, enforce_sorted: bool):
-    """test_RNN_cpu_vs_cudnn_no_dropout, of packed sequences; test_variable_sequence: as each sequence alone;
-    test_pack_padded_sequence through a layer: y packed as x is, last states in the order of the sequences."""
+    """test_RNN_cpu_vs_cudnn_no_dropout, packed; test_variable_sequence; test_pack_padded_sequence through a layer."""
     theirs, ours, x = case(name, batch_first=batch_first, bidirectional=bidirectional)
     hx = states(name, 1 + bidirectional)
     lengths = torch.tensor(LENGTHS).sort(descending=True).values if enforce_sorted else LENGTHS
@@ -137,8 +135,7 @@ def test_rnn_with_dropout_against_another_implementation(p: float):
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_rnn_change_dropout(train: bool):
-    """test_RNN_change_dropout, test_RNN_dropout_state: the attribute counts at each call; where it trains, two calls
-    draw anew, also the second of a copy from a file."""
+    """test_RNN_change_dropout, test_RNN_dropout_state: the attribute counts at each call; two calls draw anew."""
     layer, x = ecornn.torch.GRU(I, H, 2).train(train), torch.randn(T, B, I)
     before = None
     with torch.no_grad():

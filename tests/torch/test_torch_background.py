@@ -305,8 +305,7 @@ def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
 
 
 def test_a_checkpoint_computes_the_same_again(compilers: Compilers):
-    """The module would be there between a forward pass and what the checkpoint computes once more in the backward pass,
-    where PyTorch expects the tensors of the first time."""
+    """The module would be there before the backward pass, in which PyTorch expects the first tensors."""
     from torch.utils.checkpoint import checkpoint
 
     theirs, ours = pair(torch.nn.GRU, 6, 7)

@@ -1,5 +1,4 @@
-"""What is done with whole models: first calls that compile and say so, prepare(), profile(), and programs of
-torch.export and AOTInductor in processes that compile nothing, with modules from a folder."""
+"""First calls that compile, prepare(), profile(), and programs of torch.export and AOTInductor with their modules."""
 
 import copy
 import gc
@@ -123,8 +122,7 @@ def test_a_forward_of_ones_own_is_left_to_its_first_call():
 
 
 def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.MonkeyPatch):
-    """Frames of the compiler may be in cycles, and hold those that called them. A CUDA graph of a later step finds the
-    gradients' nodes of this one then, which belong to another stream, and cannot be captured."""
+    """The compiler's frames may hold those that called them, and gradients' nodes, so that no graph is captured."""
     compiling = module_cache.compiled_layer
 
     def leaving(*args: Any) -> Any:

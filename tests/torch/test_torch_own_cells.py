@@ -1,5 +1,4 @@
-"""Cells of one's own in PyTorch: ecornn.torch.Recurrent, layers of these, and of built-in ones with options, that
-train; and ``ecornn.torch.cell``, steps that are written in PyTorch, as cells."""
+"""Cells of one's own in PyTorch: ecornn.torch.Recurrent and its layers that train; and ``ecornn.torch.cell``."""
 
 import copy
 from collections.abc import Callable

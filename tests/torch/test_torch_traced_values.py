@@ -129,8 +129,7 @@ def outcome(drawn: Drawn) -> str:
 
 
 def loop(drawn: Drawn, kind: torch.dtype) -> tuple[Any, ...]:
-    """Inputs, and what the module makes of them step by step: the states after each step, and gradients; None where
-    PyTorch has none."""
+    """The states after each step of the module, and gradients; None where PyTorch has none."""
     module = drawn.again().to(kind)
     for name, value in vars(module).items():  # tensors that are neither parameters nor buffers stay as they were
         if isinstance(value, torch.Tensor):

@@ -1,5 +1,4 @@
-"""Training with ecornn.torch on a CPU: gradients against torch.nn in float64, what surrounds a backward pass, and what
-is kept for it. The cases of PyTorch's own tests are in test_pytorch_cases_*.py."""
+"""Training with ecornn.torch on a CPU: gradients against torch.nn in float64, and what is kept for them."""
 
 import copy
 from collections.abc import Callable

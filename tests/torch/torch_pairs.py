@@ -39,8 +39,7 @@ def training_case(name: str, **options: Any) -> tuple[Any, Any, torch.Tensor]:
 
 
 def of_both(limit: float = BACKWARD, **options: Any) -> Callable[[Any], Any]:
-    """Makes a test of a function of a layer in training mode and an input: what it returns for ours is what it returns
-    for torch.nn's, of each ``name``."""
+    """A test of a function of a layer that trains and an input: ours returns what torch.nn's does, of each ``name``."""
     def test_of(function: Any) -> Any:
         def test(name: str, **given: Any) -> None:
             theirs, ours, x = training_case(name, **options)

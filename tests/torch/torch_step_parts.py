@@ -161,8 +161,7 @@ class Joint(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Products through three values, of x as well: of low rank, with a bias and a normalization between, side by side
-    with a state, and a parameter that is used transposed."""
+    """Products through three values, of low rank, normalized between, side by side with a state; a transposed one."""
 
     def __init__(self, I: int, H: int) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""What a search is asked for: what it refuses before anything is started, which device a target means, and which
-devices are the same to runs, records and servers."""
+"""What a search is asked for: what it refuses at once, which device a target means, which devices are the same."""
 
 import io
 import subprocess

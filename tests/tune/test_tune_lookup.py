@@ -51,8 +51,7 @@ def found(*trials: Trial, task: Task = TASK):
 
 
 def test_records_that_are_too_far_are_named():
-    """Who tunes B = 20 and compiles B = 1 must not think that nothing is there: the nearest ones alone, none that
-    failed or is another cell's, H's or kind of device's."""
+    """The nearest ones alone, none that failed or is another cell's, H's or kind of device's."""
     said = "untuned default of fake: no record applies; there are some for "
     far = trial(batch=32)
     assert found(far).provenance == said + "B=32"

@@ -1,5 +1,4 @@
-"""The float64 answers that candidates are checked against, of layers and of the recurrences of adjoints; and naming
-cells across processes."""
+"""The float64 answers that candidates are checked against; and naming cells across processes."""
 
 import ctypes
 import gc

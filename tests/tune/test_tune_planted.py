@@ -1,5 +1,4 @@
-"""A kernel that never ends, a wild store, a wrong output, too little memory, planted in some candidates of a real run:
-each costs one trial, on this CPU and on a real GPU."""
+"""An endless kernel, a wild store, a wrong output, too little memory, planted in a run: each costs one trial."""
 
 import contextlib
 import itertools
@@ -109,8 +108,7 @@ CPU_FAULTS: dict[str, Fault] = {
 
 
 def planted(config: Mapping[str, Any]) -> str | None:
-    """The fault of a configuration: every second one that is built has one, the four kinds in turn, whichever the
-    search proposes. ``FOLDER`` has a file for each, whose name is its number."""
+    """Every second configuration that is built has a fault, the four kinds in turn; ``FOLDER`` has a file for each."""
     known, text = Path(os.environ[FOLDER]), json.dumps(config, sort_keys=True)
     for number in itertools.count():
         with contextlib.suppress(FileExistsError), (known / str(number)).open("x") as file:

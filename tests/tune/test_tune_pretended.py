@@ -1,5 +1,4 @@
-"""Searches for an H100 on which every build and measurement is made up: of both passes of a layer that trains, of
-lists, and what the processes that build compute for a run besides its candidates; and both passes on a real GPU."""
+"""Searches for an H100 on which builds and measurements are made up, of both passes; and on a real GPU."""
 
 import os
 import shutil

@@ -1,5 +1,4 @@
-"""Worker processes: hangs, crashes, failures and interruptions, threads that share a session's processes, and SIGKILL
-at any moment: at most the trial under way is lost, and no process or file stays behind."""
+"""Worker processes: hangs, crashes, interruptions, threads, SIGKILL: at most the trial under way is lost."""
 
 import ctypes
 import os

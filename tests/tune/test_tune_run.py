@@ -1,5 +1,4 @@
-"""A run: how candidates are timed, and which gain that shows; with times that are computed, what is tried, when it
-ends, what the log has, and what a person sees."""
+"""A run: how candidates are timed, what is tried, when it ends, what the log has, and what a person sees."""
 
 import io
 import math
@@ -158,8 +157,7 @@ def test_every_process_gets_something_before_the_first_is_done(path):
 
 
 def test_no_search_waits_for_the_slowest_build(path):
-    """Of four processes two never come to an end; the other two make all trials, and nothing is asked for that they
-    have no time for."""
+    """Two of four processes never end; the others make all trials, and are asked for nothing they have no time for."""
 
     class Slow(Instant):
         idle = property(lambda self: max(0, 4 - self.pending))
@@ -227,8 +225,7 @@ def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(path, tmp_
 
 
 def test_all_of_a_run_is_within_the_time_limit(path, tmp_path, clock):
-    """The search ends early enough for the comparison, which is told what is left; and what came before counts, but for
-    one result."""
+    """The search ends early enough for the comparison, which is told what is left."""
     left = []
 
     class Slow(Instant):

@@ -1,5 +1,4 @@
-"""Records that do not apply teach: seeds to re-check, and samples for the model; they serve cells of the same products,
-and younger schedules compete with them."""
+"""Records that do not apply teach: seeds to re-check, and samples for the model; of cells of the same products, too."""
 
 import random
 import statistics
