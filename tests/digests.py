@@ -198,8 +198,7 @@ def program_of(layer: Layer) -> Program:
         if (task.workload, task.traversal) not in programs:
             programs[task.workload, task.traversal] = make_program(found.schedule, task, found.config,
                                                                    backward_of(task), made.overlap)
-    parts = [programs[task.workload, task.traversal] for task in made.tasks]
-    return compose(layer.stack, whole, parts, made.overlap)
+    return compose(layer.stack, whole, [programs[task.workload, task.traversal] for task in made.tasks], made.overlap)
 
 
 def backward_of(task: Task) -> tuple[Schedule, Config] | None:

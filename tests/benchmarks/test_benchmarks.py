@@ -76,10 +76,8 @@ def test_the_grid():
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in GRIDS])
 def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    grid = read_grid(path)
-    for one in grid.expanded(path.name):
-        spec = one.case.layer()
-        assert spec.training == one.case.training and one.against is not None
+    for one in read_grid(path).expanded(path.name):
+        assert one.case.layer().training == one.case.training and one.against is not None
         for own in one.own.values():
             assert own.case(one.case).layer().hidden == one.case.hidden
 
@@ -110,13 +108,11 @@ def test_sides_of_ours_are_compiled_otherwise():
 def test_a_floor_by_hand():
     """LSTM H=256 B=1 float16: 16 blocks of one cluster, one trip of 0.149 us, weights of 512 KB in registers."""
     found = floors.floor(floors.H100, "lstm", 1, 256, 256, "float16")
-    assert (found.groups, found.blocks) == (1, 16)
-    assert found.exchange == pytest.approx(0.149 + 256 * 2 / 212e3)
+    assert (found.groups, found.blocks) == (1, 16) and found.exchange == pytest.approx(0.149 + 256 * 2 / 212e3)
     # 4 gates of 256x256, multiplied and added, with 8 columns of which one is used
     assert found.recurrent == pytest.approx(2 * 4 * 256 * 256 * 8 / (5917e3 * 16))
     assert found.projection == pytest.approx(2 * 4 * 256 * 256 / (5917e3 * 132))
-    assert found.bytes == pytest.approx(2 * 256 * 2 / 3.0e6)
-    assert found.total == pytest.approx(0.1967, abs=1e-4)
+    assert found.bytes == pytest.approx(2 * 256 * 2 / 3.0e6) and found.total == pytest.approx(0.1967, abs=1e-4)
 
 
 def test_blocks_and_clusters():
@@ -152,13 +148,11 @@ def test_no_floor_for_a_gpu_that_was_not_measured():
 
 
 def test_summary(results: Results):
-    rows = {row["name"]: row for row in results.rows}
-    slow = members("off")[0]
+    rows, slow = {row["name"]: row for row in results.rows}, members("off")[0]
     rows[slow] |= {"ecornn_us": 3.0, "ratio": 0.5}
     s = Summary(rows.values(), ENVIRONMENT["gpu"])
     both, half, brain, tf32, _, single = s.groups()
-    assert (half.mean, brain.mean, tf32.mean) == pytest.approx((4, 2, 2))
-    assert both.mean == pytest.approx(math.sqrt(8))
+    assert (half.mean, brain.mean, tf32.mean) == pytest.approx((4, 2, 2)) and both.mean == pytest.approx(math.sqrt(8))
     assert (len(both.rows), both.expected, len(single.rows), single.expected) == (70, 70, 5, 6)
     assert [r["name"] for r in s.failed] == [FAILED]
     pair = s.pairs()[0]
@@ -242,8 +236,7 @@ def test_what_a_log_is_worth_elsewhere():
     rows, unknown = worth({here: {a: 1.0, b: 2.0}, other: {c: 1.0}}, {here: {a: 3.0, b: 2.0, c: 4.0}, other: {a: 1.0}})
     assert unknown == 1  # nobody timed c there
     (row,) = rows
-    assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5)
-    assert losses(rows)["worst_loss"] == 1.5
+    assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5) and losses(rows)["worst_loss"] == 1.5
 
 
 def test_compile_time_reads_nvccs_own_report(tmp_path: Path):

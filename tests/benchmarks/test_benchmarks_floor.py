@@ -73,8 +73,7 @@ def test_stages_by_hand():
 def test_reasons_by_hand(stages: dict, found: list[str], words: str):
     row = {"cell": "lstm", "T": 256, "B": 1, "I": 256, "H": 256, "dtype": "float16", "stages": stages, "whole_us": 9.0,
            "waits": 1, "configs": {"whole": {"schedule": "persistent", "groups": 1, "units": 16, "registers": 100}}}
-    assert why_above_floor.reasons(row, floors.H100) == found
-    assert words in why_above_floor.in_words(row, floors.H100)
+    assert why_above_floor.reasons(row, floors.H100) == found and words in why_above_floor.in_words(row, floors.H100)
     least = floors.floor(floors.H100, "lstm", 1, 256, 256, "float16").total
     if found == ["exchange"]:
         more = why_above_floor.in_words(row | {"waits": 4, "unmultiplied_us": 0.9}, floors.H100)
@@ -148,8 +147,7 @@ def test_parts_of_h_that_are_waited_for():
     ("persistent_wide", "float16", {"groups": 1, "parts": 2, "row_teams": 2, "units": 64})])
 def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dict):
     """No mma is left, the state is still waited for, and y is that of recurrent weights of zero."""
-    small = structs.replace(H100, cores=8)
-    cell = Bare(2, True, False)
+    small, cell = structs.replace(H100, cores=8), Bare(2, True, False)
     kwargs = {"hidden": 128, "input": 24, "batch": 9, "seq": 6, "dtype": dtype, "target": small}
     config = dict(plan(cell, schedule=schedule, **kwargs).found.config) | change
     planned = plan(cell, schedule=schedule, config=config, **kwargs)
@@ -164,22 +162,19 @@ def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dic
     y, _ = Emulated(made, tmp_path).run(x, {name: np.zeros_like(value) for name, value in states.items()}, parameters)
     weights = {f"{k}_l0": v.reshape(-1, *v.shape[2:]) for k, v in parameters.items()}
     expected = bare_forward(cell, x, weights, multiplied=False)
-    assert relative(y, expected) <= limit(dtype, expected)
-    assert relative(y, bare_forward(cell, x, weights)) > 0.01
+    assert relative(y, expected) <= limit(dtype, expected) and relative(y, bare_forward(cell, x, weights)) > 0.01
 
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("second", [True, False])
 def test_bare_cells(given: bool, second: bool):
-    cell = Bare(3, second, given)
-    rng = np.random.default_rng(0)
+    cell, rng = Bare(3, second, given), np.random.default_rng(0)
     weights = {cell.parameter_name(k): cell.sample(k, shape, rng).astype(np.float32).reshape(-1, *shape[2:])
                for k, shape in cell.parameters(6, 10).items()}
     x = np.random.default_rng(1).standard_normal((30, 2, 6)).astype(np.float32)
     y, _ = ecornn.compile(cell, hidden=10, input=6, batch=2, seq=30, target="cpu").bind(weights)(x)
     expected = bare_forward(cell, x, weights)
-    assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
-    assert 0.05 < np.abs(expected[-1]).mean() < 10
+    assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected) and 0.05 < np.abs(expected[-1]).mean() < 10
     assert load_cell(spec(cell)) == cell
 
 
@@ -191,8 +186,7 @@ def test_the_projection_is_timed_alone_and_whole(tmp_path: Path):
         compare_projection.of_calls([*found, ("gemm", 2.0)], {"gemm"}, 2)
     layer = next(one for one in compare_projection.layers() if one.name == "gru 300x20x800x800 float16")
     planned = compare_projection.WHOLE["hoisted"].planned(structs.replace(layer.case, target="sm_90a"))
-    assert planned.found.config["ahead"] == 100
-    assert all(one.case.batch >= 16 for one in compare_projection.layers())
+    assert planned.found.config["ahead"] == 100 and all(one.case.batch >= 16 for one in compare_projection.layers())
     with pytest.raises(ScheduleError):
         compare_projection.file_of(tmp_path)
     (tmp_path / "ecornn.so").touch()

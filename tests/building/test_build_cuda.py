@@ -39,8 +39,7 @@ def kernels() -> dict[str, Kernel]:
 
 def test_kernels_know_the_order_of_what_they_read(kernels: dict[str, Kernel]):
     assert kernels["total"].arguments == ("counter", "mask", "sums", "x", "T")  # w is not read
-    assert kernels["step"].arguments == ("h_in", "sums", "w", "x", "y", "t")
-    assert kernels["last"].symbol == "last_kernel"
+    assert kernels["step"].arguments == ("h_in", "sums", "w", "x", "y", "t") and kernels["last"].symbol == "last_kernel"
     assert kernels["last"].extents == {"blockIdx.x": 2, "threadIdx.x": 64, "clusterCtaIdx.x": 2}
 
 
@@ -53,10 +52,8 @@ def restricted(calls: tuple, **attributes: bool) -> set[str]:
 
 def test_memory_that_others_write_is_not_restrict():
     """total is cooperative, and last has both ends of a state, which may be the same memory."""
-    assert restricted(()) == {"step"}
-    assert restricted((Loop((Launch("step", 2, 64, cluster=2),)),)) == set()
-    assert restricted((), noalias=False) == set()
-    assert restricted((), noalias=True) == {"total", "step", "last"}
+    assert restricted(()) == {"step"} and restricted((Loop((Launch("step", 2, 64, cluster=2),)),)) == set()
+    assert restricted((), noalias=False) == set() and restricted((), noalias=True) == {"total", "step", "last"}
 
 
 def test_tvm_keeps_its_own_compile_hook():
@@ -110,8 +107,7 @@ def test_functions_that_do_not_fit_are_refused():
 def test_file_holds_machine_code_and_no_source(built: tuple[Path, Generated]):
     out, generated = built
     content = out.read_bytes()
-    assert generated.binaries["ecornn_cubin0"][:4] == b"\x7fELF"
-    assert generated.binaries["ecornn_cubin0"] in content
+    assert generated.binaries["ecornn_cubin0"][:4] == b"\x7fELF" and generated.binaries["ecornn_cubin0"] in content
     assert b"__global__" not in content and b"threadIdx" not in content
     assert set(generated.resources) == {"total", "step", "last"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in generated.resources.values())
@@ -165,8 +161,7 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
     assert done.calls[first + 1:] == [*sequence(3), *sequence(1), *unload]
 
 
-def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Path):
+def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(monkeypatch, tmp_path, fake):
     sources: list[str] = []
     compiled = nvcc._compile
 
@@ -282,8 +277,7 @@ def test_gpu_computes_the_sample(built: tuple[Path, Generated], steps: int):
     """Also with h_out in the memory of h_in, and twice, as counters must start from zero each time."""
     import tvm_ffi
 
-    module = tvm_ffi.load_module(str(built[0]))
-    call: Callable[[str], Any] = module.get_function
+    call: Callable[[str], Any] = tvm_ffi.load_module(str(built[0])).get_function
     x, h, w = tensors(steps)
     wanted_y, wanted_h = cuda_sample.expected(x, h, w)
     given = {"x": x.astype(np.float32), "h_in": h.astype(np.float16), "w": w.astype(ml_dtypes.bfloat16)}
@@ -314,8 +308,7 @@ def test_gpu_graph_captures_the_first_run(built: tuple[Path, Generated], tmp_pat
     import torch
     import tvm_ffi
 
-    steps = 4
-    module = tvm_ffi.load_module(str(shutil.copy(built[0], tmp_path / "copied.so")))
+    steps, module = 4, tvm_ffi.load_module(str(shutil.copy(built[0], tmp_path / "copied.so")))
     x, h, w = tensors(steps)
     wanted_y, wanted_h = cuda_sample.expected(x, h, w)
     types = {"uint32": torch.int32, **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}}

@@ -51,8 +51,7 @@ def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
 
 
 def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.MonkeyPatch):
-    made = plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0]
-    source = lower(made, "sm_90a")[1]
+    source = lower(plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0], "sm_90a")[1]
     tried: list[str] = []
 
     def compile(_: str, text: str, *rest: object) -> tuple[bytes, str]:
@@ -64,12 +63,10 @@ def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(nvcc, "chosen_nvcc", lambda: "nvcc")
     monkeypatch.setattr(nvcc, "_nvcc", compile)
-    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
-    assert tried == [nvcc.short(source)]
+    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin" and tried == [nvcc.short(source)]
     tried.clear()
     source += "\n// __hadd\n"
-    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
-    assert tried == [nvcc.short(source), source]
+    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin" and tried == [nvcc.short(source), source]
     # a name that only CUDA's headers define would choose another branch, and is no error
     assert nvcc.short(source + "#if CUDART_VERSION > 12000\n#endif\n") is None
     assert nvcc.short("int another_source;") is None
@@ -82,8 +79,7 @@ def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.Monkey
     ("", "kill -9 $$", "status -9", 1),
     ('kernels.cu(7): error: identifier "erfcf" is undefined', "exit 1", "erfcf", 2),
     ("kernels.cu:3:10: fatal error: crt/host_defines.h: No such file or directory", "exit 1", "host_defines", 2)])
-def test_only_what_headers_can_mend_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str,
-                                                      ends: str, message: str, calls: int):
+def test_only_what_headers_can_mend_is_compiled_again(monkeypatch, tmp_path, says, ends, message, calls):
     """A program in nvcc's place that fails once: a second attempt would succeed, and must not be made for others."""
     fake, noted, said = (tmp_path / name for name in ("nvcc", "noted", "said"))
     said.write_text(says)
@@ -133,8 +129,7 @@ def test_nvrtc_does_the_same(monkeypatch: pytest.MonkeyPatch):
     source = lower(cuda_sample.program(), "sm_90a")[1]
     assert all(f"#include <{name}.h>" in source for name in ("cuda_fp16", "cuda_bf16"))
     cubin, resources = nvcc.compile_cubin(source, "sm_90a")
-    assert cubin[:4] == b"\x7fELF"
-    assert set(resources) == {"total_kernel", "step_kernel", "last_kernel"}
+    assert cubin[:4] == b"\x7fELF" and set(resources) == {"total_kernel", "step_kernel", "last_kernel"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in resources.values())
     assert ".target sm_90a" in nvcc.ptx(source, "sm_90a")
     with pytest.raises(BuildError, match=r"(?s)NVRTC failed for sm_90a.*nonsense"):
@@ -170,8 +165,7 @@ def compiler_of(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> 
 
 
 @pytest.mark.parametrize("hangs, limit", [("--version", "ANSWER"), ("-fPIC", "WORK")])
-def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs: str, limit: str, tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch):
+def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs, limit, tmp_path, monkeypatch):
     compiler_of(tmp_path, monkeypatch, f'#!/bin/sh\ncase "$*" in *{hangs}*) sleep 6100 & wait;; esac\n')
     monkeypatch.setenv("ECORNN_CACHE", "off")
     for name in ("ANSWER", "WORK"):
@@ -206,8 +200,7 @@ def test_an_entry_is_made_once_and_by_its_parts(root: Path):
     make, other = Maker(), Maker(b"other")
     assert [cache.entry("cubin", ("a", "b"), make) for _ in range(3)] == [b"code"] * 3 and make.made == 1
     assert cache.entry("cubin", ("ab", ""), other) == b"other"  # not the same parts
-    assert cache.entry("object", ("a", "b"), other) == b"other" and other.made == 2
-    assert len(cache.entries(root)) == 3
+    assert cache.entry("object", ("a", "b"), other) == b"other" and other.made == 2 and len(cache.entries(root)) == 3
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d[:8], lambda d: b"", lambda d: d[:-1] + b"X"])

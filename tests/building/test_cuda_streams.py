@@ -220,8 +220,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
     given = dict(zip(numbers, arguments(notes), strict=True))
     calls = {layer: [i for i in numbers if found[i][0] == layer] for layer in ("total", "step", "last")}
     assert [{found[i][1] for i in each} for each in calls.values()] == [{7}, {900}, {901}]
-    starts = [sum(chunks[:k]) for k in range(len(chunks))]
-    row = batch * N * 4
+    starts, row = [sum(chunks[:k]) for k in range(len(chunks))], batch * N * 4
     # x, y, h_in, h_out, w, sums, counter, mask at 1000, 2000, ...
     assert [given[i] for i in calls["total"]] == [
         [7000, 8000, 6000, 1000 + row * first, size] for first, size in zip(starts, chunks, strict=True)]
@@ -235,8 +234,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
     ends = [first + size for first, size in zip(starts, chunks, strict=True)]  # of the steps of a chunk, one past
     for k in range(len(chunks)):
         assert found[calls["total"][k]][2] == {0, *calls["total"][:k]}
-        expected = {0, *calls["total"][:k + 1], *calls["step"][:starts[k]]}
-        assert found[calls["step"][starts[k]]][2] == expected
+        assert found[calls["step"][starts[k]]][2] == {0, *calls["total"][:k + 1], *calls["step"][:starts[k]]}
         before = found[calls["last"][k]][2]
         assert set(calls["step"][:ends[k]]) <= before and not set(calls["step"][ends[k]:]) & before
     assert count(notes, "cuStreamCreate") == 2
@@ -245,8 +243,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
 def test_the_stream_goes_on_after_the_wave(wave: Path, fake: Path):
     found = history(child(run(19) + run(19), wave, fake).calls)
     second = [i for i, (name, stream, _) in enumerate(found) if name == "fill" and stream == 7][1]
-    assert found[second][2] == set(range(second))
-    assert all(before >= set(range(second)) for *_, before in found[second:])
+    assert found[second][2] == set(range(second)) and all(before >= set(range(second)) for *_, before in found[second:])
 
 
 def test_a_wave_of_one_chunk_stays_in_its_stream(wave: Path, fake: Path):
@@ -264,8 +261,7 @@ def test_a_wave_is_joined_after_an_error(wave: Path, fake: Path, launch: int):
     used = {match[1] for note in first if (match := re.search(r"stream=(9\d+)", note))}
     joined = [note.split()[1] for note in first if note.startswith("cuStreamWaitEvent") and note.endswith("stream=7")]
     marks = {note.split()[1]: note.split("stream=")[1] for note in first if note.startswith("cuEventRecord")}
-    assert {marks[event] for event in joined} == used
-    assert count(done.calls[second:], "cuLaunchKernelEx") == 3 + 19 + 3
+    assert {marks[event] for event in joined} == used and count(done.calls[second:], "cuLaunchKernelEx") == 3 + 19 + 3
 
 
 def test_branches_that_cannot_be(tmp_path: Path):
@@ -289,8 +285,7 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
     chunk = WaveLayer((LAST,), {"y": 1}, (("h_in", "h_out"),))
     program = with_entry(LAST, Fill("mask", 3, Extent(1)), Wave((chunk, chunk), 2, 8),
                          takes=("mask", "h_out", "y", "h_in"))
-    out = build(program, tmp_path)
-    code = "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
+    out, code = build(program, tmp_path), "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
     done = child(code + raised("m['backward'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
     launched = arguments(done.calls)  # h_in, h_out, y, T
     notes = [note for note in done.calls if note.startswith(("cuLaunchKernelEx", "cuMemset"))]
@@ -302,8 +297,7 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
 
 
 def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: Path):
-    program = with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in"))
-    out = build(program, tmp_path)
+    out = build(with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in")), tmp_path)
     for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
         done = child(f"m['backward'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
         assert len(arguments(done.calls)) == launches, pointers
@@ -382,8 +376,7 @@ def test_entries_of_a_cpu_module(tmp_path: Path):
     manifest = Manifest(Workload("lstm", 1, 1), detect_cpu(), "test", {}, "", (), "", (), program.buffers,
                         {name: entry.takes for name, entry in program.entries.items()}, {})
     build_module(program, manifest, tmp_path / "two.so")
-    module = tvm_ffi.load_module(str(tmp_path / "two.so"))
-    x = np.arange(8, dtype=np.float32)
+    module, x = tvm_ffi.load_module(str(tmp_path / "two.so")), np.arange(8, dtype=np.float32)
     y, other = np.zeros((2, 8), np.float32)
     module["run"](1, 1, 0, 2, y.ctypes.data, 0, x.ctypes.data)
     assert (y == 2 * x).all() and not other.any()

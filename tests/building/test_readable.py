@@ -152,8 +152,7 @@ def test_each_kernel_has_notes(name: str):
 def test_notes_leave_nothing_in_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch):
     program = known(name)[1]
     source = cuda.lower(program, ARCH)[1]
-    assert NOTE not in source
-    assert NOTE in "".join(function.script() for function in program.functions.values())
+    assert NOTE not in source and NOTE in "".join(function.script() for function in program.functions.values())
     monkeypatch.setattr(Builder, "note", lambda self, text: None)
     without = made(name)[1]
     assert NOTE not in "".join(function.script() for function in without.functions.values())
@@ -230,8 +229,7 @@ def test_parentheses_that_say_nothing(line: str, cleared: str):
 
 def test_parentheses_of_random_expressions_may_go():
     """The value of an expression with a pair around each operator, as Python computes it with C's levels."""
-    rng = np.random.default_rng(0)
-    values = {"a": 5, "b": 3, "c": 12, "d": 7}
+    rng, values = np.random.default_rng(0), {"a": 5, "b": 3, "c": 12, "d": 7}
 
     def drawn(depth: int) -> str:
         if not depth or rng.random() < 0.1:
@@ -319,8 +317,7 @@ ODD = [Named("taken", ("expf", "max"), ("threadIdx", "half"), ("ecornn_sigmoid_f
 
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
 def test_source_has_the_names_of_the_step(schedule: str):
-    task = task_of("lstm", SHAPES[4], "bfloat16")
-    made = all_schedules()[schedule]
+    task, made = task_of("lstm", SHAPES[4], "bfloat16"), all_schedules()[schedule]
     source = lower(made.program(task, made.plan(task, made.default(task))), TINY.arch)[1]
     kernels = source[source.index('extern "C"'):]
     assert {"gate__5", "cell__0", "state__0"} <= set(re.findall(r"float (\w+) = ", kernels))
@@ -341,8 +338,7 @@ def test_names_of_a_cell_mean_nothing_else(tmp_path, cell: Named, schedule: str)
     made, sizes = all_schedules()[schedule], (3, 2, 16, 16)
     found = []
     for one in (PLAIN, cell):
-        graph = analyse(one, sizes[2], sizes[3])
-        task = Task(Workload(one.name, *sizes[::-1], "float16"), graph, TINY)
+        task = Task(Workload(one.name, *sizes[::-1], "float16"), analyse(one, sizes[2], sizes[3]), TINY)
         program = made.program(task, made.plan(task, made.default(task)))
         compile_cubin(lower(program, TINY.arch)[1], TINY.arch)
         x, states, weights = inputs("plain", sizes, "float16", analyse(PLAIN, *sizes[2:]).parameters, PLAIN.states)

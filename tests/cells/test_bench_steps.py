@@ -77,8 +77,7 @@ def step(x, states, prepared):
 @pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
 def test_a_loop_goes_through_stacks_and_has_their_gradients(cell: str):
     work, stack = Workload(cell, 6, 5, 3, 4), Stack(layers=2, bidirectional=True)
-    rng = np.random.default_rng(0)
-    weights = random_weights(cell, 5, 6, layers=2, directions=2)
+    rng, weights = np.random.default_rng(0), random_weights(cell, 5, 6, layers=2, directions=2)
     x, dy = rng.standard_normal((4, 3, 5)), rng.standard_normal((4, 3, 12))
     loop = StepLoop(get(cell), work, stack, 3, "llvm", "float64")
     parameters, rows = loop.tensors(weights), torch.tensor(x, requires_grad=True)

@@ -135,11 +135,9 @@ def test_what_is_computed_is_kept_until_it_changes(one_thread):
 
 
 def test_stacks_and_copies(one_thread):
-    made = layer(num_layers=2, bidirectional=True)
-    x = torch.from_numpy(drawn()[1])
+    made, x = layer(num_layers=2, bidirectional=True), torch.from_numpy(drawn()[1])
     with torch.no_grad():
-        weights = derive("lstm", {"a": 1}, I, H)
-        assert weights == {"a": 1}, "cells that compute nothing"
+        assert derive("lstm", {"a": 1}, I, H) == {"a": 1}, "cells that compute nothing"
         own = {n: p.detach().numpy() for n, p in made.named_parameters()}
         y, _ = ecornn.reference(Computed(), x.numpy(), derive(Computed(), own, I, H))
         torch.testing.assert_close(made(x)[0], torch.from_numpy(y), rtol=1e-12, atol=1e-12)
@@ -168,8 +166,7 @@ def test_of_jax():
 
 
 def test_random_ones_are_those_of_what_is_learned():
-    work = Workload(Computed().identity(), H, I, B, T)
-    given = oracle.draw(Computed(), work, np.random.default_rng(0))
+    given = oracle.draw(Computed(), Workload(Computed().identity(), H, I, B, T), np.random.default_rng(0))
     across, unit = given.shaped["R"][0], given.shaped["R"][3]
     assert np.array_equal(across, -across.T)
     np.testing.assert_allclose(np.square(unit).sum(1), 1.0, rtol=1e-6)

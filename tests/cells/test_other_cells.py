@@ -91,8 +91,7 @@ def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal
     ("grouped", 40, "float16", {"carrier": "cluster", "units": 16}, ALONE),
     ("chunks", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH),
     ("lru", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH)], ids=str)
-def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype: str, change: dict[str, Any],
-                                  traversal: Traversal):
+def test_exchanged_between_blocks(tmp_path, cell, hidden, dtype, change, traversal):
     """A maximum beside two means in one exchange; lanes and parts that have no value; groups across blocks."""
     task = replace(task_of(cell, dtype, traversal, hidden), device=structs.replace(SMALL, cores=15))
     config = cut(task, fences="rare", **change)
@@ -105,8 +104,7 @@ def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype:
 def test_the_analysis_and_its_gradients(name: str):
     """Against differences of the formula, whatever is kept; what the tuner checks with against that, too."""
     drawn, rng, limit = drawn_of(name), np.random.default_rng(1), 1e-7 if name in MAXIMA else 1e-13
-    graph = analyse(drawn.cell, drawn.width, H)
-    drawn.check_call(*run_analysed(graph, drawn.x, drawn.parameters, drawn.first), limit)
+    drawn.check_call(*run_analysed(analyse(drawn.cell, drawn.width, H), drawn.x, drawn.parameters, drawn.first), limit)
     drawn.check_call(*interpret(drawn.cell, drawn.x, drawn.parameters, drawn.first), limit)
     for keep in ("gates", "states"):
         dx, parameters, _ = drawn.gradients(keep=keep)

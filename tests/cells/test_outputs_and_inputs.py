@@ -60,8 +60,7 @@ class Loop:
     ("read", "fused_step", "float32", Traversal(lengths=True)), ("mixed", "elementwise", "float32", BOTH),
     ("mixed", "elementwise", "float16", Traversal(resets=True)), ("many", "persistent", "bfloat16", BOTH),
     ("shown", "persistent", "float16", Traversal(sequences=True))], ids=str)
-def test_what_only_outputs_need_follows_the_loop(tmp_path: Path, cell: str, schedule: str, dtype: str,
-                                                 traversal: Traversal):
+def test_what_only_outputs_need_follows_the_loop(tmp_path, cell, schedule, dtype, traversal):
     whole, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
     task = read_out_task(whole)
     assert task.after is not None and found.serves(task) is None
@@ -85,8 +84,7 @@ def test_what_has_no_read_out():
 def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, options: dict[str, bool]):
     drawn, steps = drawn_of(cell), 2 * T + 1
     module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=batch, seq=2, dtype="float64", target="cpu", **options)
-    assert module.manifest.config["chunk"] == 2
-    assert any(b.name.endswith("left_0") for b in module.manifest.buffers)
+    assert module.manifest.config["chunk"] == 2 and any(b.name.endswith("left_0") for b in module.manifest.buffers)
     rng, both = np.random.default_rng(7), options.get("bidirectional", False)
     x, ends = rng.uniform(-1, 1, (steps, batch, I)), np.array([9, steps, 0, 5])[:batch]
     weights = {p.name: rng.uniform(-0.25, 0.25, p.shape) for p in module.manifest.parameters}
@@ -116,8 +114,7 @@ def test_help_while_writing():
                                                                             "of x and inputs:"]):
         task = task_of(name, "float32")
         text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
-        assert all(part in text for part in words)
-        assert Checks(CELLS[name], I, H, 2).derivative().result == RIGHT
+        assert all(part in text for part in words) and Checks(CELLS[name], I, H, 2).derivative().result == RIGHT
 
 
 def test_candidates_are_checked_with_what_a_cell_says(tmp_path: Path):
@@ -195,8 +192,7 @@ def test_one_value_for_all_units():
     drawn = drawn_of("masked")
     layer, (x, inputs) = trained("masked").bind(drawn.weights), parts(drawn)
     shared = {"scale": inputs["scale"][..., 0], "m": inputs["m"][..., :1]}  # (T, B) and (T, B, 1)
-    whole = {n: np.repeat(v.reshape(T, B, 1), H, axis=2) for n, v in shared.items()}
-    results = []
+    whole, results = {n: np.repeat(v.reshape(T, B, 1), H, axis=2) for n, v in shared.items()}, []
     for given in (shared, whole):
         y, _, kept = layer.forward(x, inputs=given)
         results.append((y, layer.backward(kept, drawn.dy)))
@@ -230,8 +226,7 @@ def test_what_is_no_input_is_refused():
 
 
 def test_a_layer_of_pytorch_with_outputs():
-    cell = CELLS["split"]
-    layer = Recurrent(cell, I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
+    layer = Recurrent(CELLS["split"], I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
     x = torch.randn(B, T, I, dtype=torch.float64, requires_grad=True)
     y, h = layer(x)
     assert [*y] == ["low", "high"] and h.shape == (2, B, H)
@@ -283,8 +278,7 @@ def test_a_layer_of_pytorch_with_inputs():
 
     wanted = torch.cat([one("", list), one("_reverse", lambda v: list(reversed(v)))], dim=-1)
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
-    dy = torch.randn(y.shape, dtype=torch.float64)
-    given = [x, scale, m, *layer.parameters()]
+    dy, given = torch.randn(y.shape, dtype=torch.float64), [x, scale, m, *layer.parameters()]
     for got, exact in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(wanted, given, dy), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
     with pytest.raises(ArgumentError, match="tensors by name: scale, m"):

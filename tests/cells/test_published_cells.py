@@ -122,8 +122,7 @@ def test_emulated_on_a_gpu(name: str, only: str, tmp_path: Path):
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)
-    work = Workload(cell.identity(), cell.hidden, x.shape[2], B, T)
-    task = Task(work, analyse(cell, x.shape[2], cell.hidden), TINY)
+    task = Task(Workload(cell.identity(), cell.hidden, x.shape[2], B, T), analyse(cell, x.shape[2], cell.hidden), TINY)
     serving = [s for s in GPU if s.serves(task) is None and only in ("", s.name)]
     for schedule in serving:
         (folder := tmp_path / schedule.name).mkdir()

@@ -30,8 +30,7 @@ def close(found, wanted, **limits):
 def problem(cell, seed=0):
     generator = np.random.default_rng(seed)
     x = generator.standard_normal((T, B, I))
-    state = tuple(generator.standard_normal((B, H)) for _ in range(STEPS[cell][1]))
-    return x, random_weights(cell, I, H, seed), state
+    return x, random_weights(cell, I, H, seed), tuple(generator.standard_normal((B, H)) for _ in range(STEPS[cell][1]))
 
 
 @pytest.mark.parametrize("cell", [*STEPS, *NORMALIZED])

@@ -64,8 +64,7 @@ def test_a_phase_has_one_number_of_heads():
 
 
 def test_what_is_exchanged_is_narrow():
-    phases = analyse(LowRank(3), I, 12).phases
-    assert [(*narrow_of(p), columns_of(p, 12)) for p in phases] == [(3, 0, 12), (0, 3, 3)]
+    assert [(*narrow_of(p), columns_of(p, 12)) for p in analyse(LowRank(3), I, 12).phases] == [(3, 0, 12), (0, 3, 3)]
     assert [narrow_of(p) for p in analyse(LowRank(12), I, 12).phases] == [(0, 0)] * 2
 
 
@@ -94,8 +93,7 @@ CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "clus
     ("layout_transform", LowRank(5, True), 40, "float16", 3, {}),
     *exhaustive(("persistent", NarrowInput(5), 40, "float32", 3, {}), ("fused_step", Projected(), 40, "float32", 3, {}),
                 ("persistent_block", LowRank(5, True), 40, "float32", 3, {}))], ids=name_of)
-def test_emulated_on_a_gpu(schedule: str, cell: Cell, hidden: int, dtype: str, batch: int, knobs: dict[str, Any],
-                           tmp_path: Path):
+def test_emulated_on_a_gpu(schedule, cell, hidden, dtype, batch, knobs, tmp_path):
     """Heads of whole tiles, and such that end within them; narrow values of parts of blocks; one block and several."""
     x, parameters, states = drawn(cell, hidden, batch)
     work = Workload(cell.name, hidden, I, batch, T, dtype)
@@ -118,8 +116,7 @@ def test_the_adjoint(cell: Cell, hidden: int):
     call, wanted = training_call(cell, hidden)
     own = adjoint(analyse(cell, I, hidden), hidden)
     dx, weights, (first,) = backpropagate(own, call.x, call.parameters, call.states, call.dy, call.dstates)
-    found = {"dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in weights.items()}}
-    for name, value in found.items():
+    for name, value in {"dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in weights.items()}}.items():
         # both are float64, with sums in another order: some thousand roundings of 1e-16
         np.testing.assert_allclose(value, wanted[name], rtol=1e-12, atol=1e-12, err_msg=name)
 

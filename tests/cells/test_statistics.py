@@ -76,8 +76,7 @@ def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
     """All are right; deviations from the mean are seen to need no exchange of their own."""
     cell, generator = Written(variance), np.random.default_rng(0)
     graph = analyse(cell, 5, 7)
-    assert counts(graph) == phases
-    assert (graph.statistics[0].squares is not None) == (variance is of_deviations)
+    assert counts(graph) == phases and (graph.statistics[0].squares is not None) == (variance is of_deviations)
     x, h = generator.uniform(-1, 1, (1, 3, 5)), generator.uniform(-1, 1, (3, 7))
     p = {n: generator.uniform(-1, 1, s) for n, s in graph.parameters.items()}
     y, _ = run_analysed(graph, x, p, [h])
@@ -130,8 +129,7 @@ def test_what_serves_them():
     ("layout_transform", "lstm(layer_norm)", SHAPES[2], "float16", MASKS),
     ("layout_transform", "gru(layer_norm)", SHAPES[0], "bfloat16", MASKS),
     ("elementwise", "focus", SHAPES[2], "float32", REVERSE)], ids=str)
-def test_masks(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int], dtype: str,
-               traversal: Traversal):
+def test_masks(tmp_path, schedule, cell, sizes, dtype, traversal):
     task, chosen = task_of(cell, sizes, dtype, traversal=traversal), all_schedules()[schedule]
     check_numbers(tmp_path, chosen, task, chosen.default(task))
 
@@ -156,8 +154,7 @@ def test_stacks_on_this_cpu(cell: str, hidden: int, threads: int):
     module = ecornn.compile(found, hidden=hidden, input=I, batch=B, seq=T, layers=2, bidirectional=True, lengths=True,
                             resets=True, target="cpu")
     weights = {p.name: generator.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
-    x = generator.uniform(-1, 1, (T, B, I)).astype(np.float32)
-    lengths = np.array([7, 1, 4, 0, 6])
+    x, lengths = generator.uniform(-1, 1, (T, B, I)).astype(np.float32), np.array([7, 1, 4, 0, 6])
     masks, zeros = {"lengths": lengths, "resets": generator.random((T, B)) < 0.3}, np.zeros((4, B, hidden))
     y, _ = module.bind(weights, threads=threads)(x, **masks)
     stack, states = module.manifest.stack, [zeros] * len(found.states)

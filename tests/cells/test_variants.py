@@ -38,8 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specifi
 
 def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:
     h, c = states
-    peephole = p.get("weight_peephole", np.zeros((3, 1)))
-    bound = o.get("clip") or np.inf
+    peephole, bound = p.get("weight_peephole", np.zeros((3, 1))), o.get("clip") or np.inf
     wx, rh = ([v @ w.T for w in p[n]] for v, n in ((x, "weight_ih"), (h, "weight_hh")))
     if o.get("layer_norm"):
         wx, rh = ([v * k for v, k in zip(normal(*values), p[n], strict=True)]
@@ -48,8 +47,7 @@ def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> lis
     act = {n: ACTIVATIONS[o.get(n, d)] for n, d in (("gate", "sigmoid"), ("new", "tanh"), ("out", "tanh"))}
     i = act["gate"](np.clip(i + peephole[0] * c, -bound, bound))
     f = 1 - i if o.get("coupled") else act["gate"](np.clip(f + peephole[1] * c, -bound, bound))
-    new = f * c + i * act["new"](np.clip(g, -bound, bound))
-    limit = o.get("clip_state") or np.inf
+    new, limit = f * c + i * act["new"](np.clip(g, -bound, bound)), o.get("clip_state") or np.inf
     new = np.clip(new, -limit, limit)
     shown = normal(new)[0] * p["weight_ln_c"][0] + p["bias_ln_c"][0] if o.get("layer_norm") else new
     y = act["gate"](np.clip(out + peephole[2] * new, -bound, bound)) * act["out"](shown)
@@ -166,13 +164,11 @@ def test_cuda(tmp_path: Path, schedule: str, case: tuple[str, dict[str, Any]]):
     name, options = case
     cell = type(get(name))(**options)
     x, states, p = problem(cell)
-    device = replace(KNOWN["sm_90a"], cores=3)
-    task = Task(Workload(cell.identity(), H, I, B, T), analyse(cell, I, H), device)
+    task = Task(Workload(cell.identity(), H, I, B, T), analyse(cell, I, H), replace(KNOWN["sm_90a"], cores=3))
     chosen = all_schedules()[schedule]
     y, last = Emulated(chosen.program(task, chosen.plan(task, chosen.default(task))), tmp_path).run(x, states, p)
     wanted, after = expected(name, options, x, states, p)
-    assert error(y, wanted) < 1e-5
-    assert all(error(last[n], v) < 1e-5 for n, v in zip(cell.states, after, strict=True))
+    assert error(y, wanted) < 1e-5 and all(error(last[n], v) < 1e-5 for n, v in zip(cell.states, after, strict=True))
 
 
 def test_the_forget_gates_weights_are_not_read_where_gates_are_coupled():

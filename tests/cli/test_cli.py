@@ -173,8 +173,7 @@ def test_stopping_a_search_keeps_the_trials_and_leaves_nothing_behind(which, fol
     assert not list(temporary.iterdir())
     (path,) = folder.glob("*.jsonl")
     log = read(path)
-    assert log.trials() and not log.problems
-    assert not any(isinstance(line.record, Finish) for line in log.lines)
+    assert log.trials() and not log.problems and not any(isinstance(line.record, Finish) for line in log.lines)
 
 
 def test_what_is_wrong_with_the_logs_is_said_once(folder, tmp_path, caplog):
@@ -265,12 +264,10 @@ def test_from_tuning_to_a_timed_module(folder, tmp_path):
     trials = [t for t in read(path).trials() if t.stage == "search"]
     assert len(trials) == 5 and all(t.check <= 1e-5 for t in trials if t.times)
     before = path.read_bytes()
-    assert "This run is finished: 5 trials" in run(*command)
-    assert path.read_bytes() == before
+    assert "This run is finished: 5 trials" in run(*command) and path.read_bytes() == before
 
     finish = next(line.record for line in read(path).lines if isinstance(line.record, Finish))
-    module = tmp_path / "lstm24.so"
-    arguments = found[1].split()
+    module, arguments = tmp_path / "lstm24.so", found[1].split()
     arguments[arguments.index("-o") + 1] = str(module)
     output = run("compile", *arguments)
     assert f"{path.name}:" in output and "this device, same batch" in output
@@ -417,6 +414,5 @@ def test_examples_can_be_pasted_at_any_width():
     for room in range(24, 90):
         out = "\n".join(folded(f"\b\nExamples:\n{line}    what it does, and in which order\n  ecornn doctor", room))
         (command,) = (text for text in typed(out) if text[1] == "compile")
-        assert command == shlex.split(line)
-        assert "what it does" in " ".join(out.split()) and "\0" not in out
+        assert command == shlex.split(line) and "what it does" in " ".join(out.split()) and "\0" not in out
         assert all(len(part) <= max(room, 40) for part in out.splitlines())  # --cell has 40

@@ -44,8 +44,7 @@ CELLS = Path(step_cells.__file__)
 
 def test_a_layer_with_a_record():
     planned = plan("lstm", hidden=800, batch=20, seq=300, dtype="float16", target="sm_90a")
-    found = explain(planned)
-    (part,) = found.parts
+    (part,) = explain(planned).parts
     step = part.step
     assert (step.hoisted, step.products, step.travels, step.stays) == (4, 4, [["h"]], ["c"])
     assert step.weights == 4 * 800 * 800 and step.weight_bytes == 2 * step.weights
@@ -59,8 +58,7 @@ def test_a_layer_with_a_record():
     line = planned.found.line
     assert (part.record.file, part.record.line) == (line.path.name, line.number)
     assert part.record.us == line.record.times.median and part.sequence_us == part.record.us * 300
-    least = floor(H100, "lstm", 20, 800, 800, "float16")
-    assert part.floor.total_us == least.total < part.record.us
+    assert part.floor.total_us == floor(H100, "lstm", 20, 800, 800, "float16").total < part.record.us
     assert math.isclose(part.floor.total_us, part.floor.exchange_us + part.floor.products_us + part.floor.hoisted_us
                         + part.floor.bytes_us)
     assert set(part.stages_us) == {"product of x", "exchange", "products", "gates"}
@@ -217,8 +215,7 @@ def test_a_cell_that_all_kinds_of_devices_serve(gated: Report):
 
 def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
     text = table(gated)
-    assert max(map(len, text.splitlines()[1:])) <= 80
-    assert text.count("needs a 16-bit data type") == 1
+    assert max(map(len, text.splitlines()[1:])) <= 80 and text.count("needs a 16-bit data type") == 1
     wanted = {o.why for r in gated.rows for o in (r.forward, r.gradients) if o.why}
     assert all(f"[{n}] " in text for n in range(1, len(wanted) + 1)) and f"[{len(wanted) + 1}]" not in text
     assert "cpu     cpu_sequence      float32                 right " in text
@@ -226,8 +223,7 @@ def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
 
 
 @pytest.mark.parametrize(("error", "result"), [(KeyError("d_h"), "fails"), (ScheduleError("no gradients"), "no")])
-def test_a_backward_pass_that_fails_is_no_fault_of_forward(monkeypatch: pytest.MonkeyPatch, error: Exception,
-                                                           result: str):
+def test_a_backward_pass_that_fails_is_no_fault_of_forward(monkeypatch, error, result):
     monkeypatch.setattr("ecornn.schedules.cpu.training.training_program", Mock(side_effect=error))
     checks = cell_checks.Checks(step_cells.Gated(), 15, 24, 3)
     assert checks.derivative().result == "right"
@@ -265,8 +261,7 @@ def test_a_cell_that_reads_x_at_each_unit_is_tried_with_as_many_inputs():
     assert report.good and report.input == report.hidden == 16
     assert report.wide.result == "no" and "needs an input size of H" in report.wide.why
     assert "with I unlike H: no [1]" in table(report)
-    served = {r.schedule: r.forward.result for r in report.rows}
-    assert served["elementwise"] == "yes" and report.exchanges == 0
+    assert {r.schedule: r.forward.result for r in report.rows}["elementwise"] == "yes" and report.exchanges == 0
 
 
 def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPatch):

@@ -50,8 +50,7 @@ SIZES = [  # I, H, B, T
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("cell", list(STEPS))
 def test_built_in_cells(cell, size, tmp_path):
-    sample = Sample(tmp_path, cell, *size)
-    compare(sample, size[3], size[2])
+    compare(Sample(tmp_path, cell, *size), size[3], size[2])
 
 
 @pytest.mark.parametrize("size", [(19, 19, 3, 5), (32, 32, 2, 4)], ids=str)
@@ -110,8 +109,7 @@ def test_asks_ahead_where_l3_is_slow_and_weights_come_from_there():
 
     assert ahead("skylake-avx512", 800, 20) == 1
     assert ahead("skylake-avx512", 800, 1) == 0  # L3 is all that a batch row waits for
-    assert ahead("skylake-avx512", 256, 20) == 0
-    assert ahead("znver4", 800, 20) == 0
+    assert ahead("skylake-avx512", 256, 20) == 0 and ahead("znver4", 800, 20) == 0
 
 
 @pytest.mark.parametrize(("hidden", "vectors"), [(16, 1), (40, 3), (48, 3)])
@@ -120,8 +118,7 @@ def test_a_step_of_one_row_that_one_thread_takes_computes_no_more_vectors_than_i
     device = msgspec.structs.replace(detect(), arch="znver4", cores=2, l2=1 << 20, features=("avx2", "avx512f", "fma"))
     task = make_task(get("lstm"), Workload("lstm", hidden, 1, 1, 1), device)
     config = CPUSequence().default(task)
-    shape = CPUSequence().plan(task, config)
-    assert config["team"] == 1 and shape.width == vectors * 16
+    assert config["team"] == 1 and CPUSequence().plan(task, config).width == vectors * 16
 
 
 def test_last_row_tile_is_no_higher_than_the_batch():
@@ -147,8 +144,7 @@ def test_random_configurations(seed, tmp_path):
 
 @pytest.mark.parametrize("features", [(), ("avx", "avx2", "fma")], ids=["sse", "avx2"])
 def test_narrower_vectors(features, tmp_path):
-    sample = Sample(tmp_path, "lstm", 9, 27, 3, 4, features=features)
-    compare(sample, 4, 3)
+    compare(Sample(tmp_path, "lstm", 9, 27, 3, 4, features=features), 4, 3)
 
 
 @pytest.mark.parametrize("target", ["znver3", "znver4", "haswell", "skylake-avx512"])
@@ -178,17 +174,14 @@ def test_default_fits_and_is_a_choice_of_the_knobs(cell, batch):
     schedule, found = CPUSequence(), get(cell)
     task = make_task(found, Workload(found.name, 256, 256, batch), detect())
     config = schedule.default(task)
-    assert schedule.check(task, config) is None
-    assert {k.name for k in schedule.knobs(task)} == set(config)
+    assert schedule.check(task, config) is None and {k.name for k in schedule.knobs(task)} == set(config)
     assert all(config[k.name] in k.values for k in schedule.knobs(task))
     values = schedule.features(task, schedule.plan(task, config))
-    assert all(np.isfinite(v) for v in values.values())
-    assert values["step_padded_flops"] >= values["step_flops"]
+    assert all(np.isfinite(v) for v in values.values()) and values["step_padded_flops"] >= values["step_flops"]
 
 
 def test_serves_says_why_not():
-    schedule = CPUSequence()
-    task = make_task(get("gru"), Workload("gru", 8, 8), detect())
+    schedule, task = CPUSequence(), make_task(get("gru"), Workload("gru", 8, 8), detect())
     assert schedule.serves(task) is None
     half = replace(task, workload=msgspec.structs.replace(task.workload, dtype="float16"))
     assert "float32" in str(schedule.serves(half))

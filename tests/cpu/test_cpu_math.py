@@ -66,8 +66,7 @@ def samples(real: str) -> np.ndarray:
 def test_errors(functions):
     got, limits, kind = functions(samples(functions.real)), LIMITS[functions.real], np.finfo(functions.real)
     x = got["x"].astype(np.longdouble)
-    tanh = np.tanh(x)
-    normal = np.abs(x) > kind.tiny
+    tanh, normal = np.tanh(x), np.abs(x) > kind.tiny
     assert np.max(np.abs(got["tanh"] - tanh)[normal] / np.abs(tanh)[normal]) < limits[0]
     assert np.max(np.abs(got["sigmoid"] - (0.5 + 0.5 * np.tanh(0.5 * x)))) < limits[1]
     with np.errstate(over="ignore", under="ignore"):

@@ -285,8 +285,7 @@ assert ctypes.c_int.in_dll(runtime, "regions").value == 2
 
 
 def test_training_in_the_runtimes_threads(tmp_path: Path):
-    module = ecornn.compile("gru", hidden=64, input=I, batch=B, seq=T, target="cpu", training=True)
-    module.save(tmp_path / "gru.so")
+    ecornn.compile("gru", hidden=64, input=I, batch=B, seq=T, target="cpu", training=True).save(tmp_path / "gru.so")
     run([str(tmp_path / "gru.so")], """
 import ecornn
 openmp()

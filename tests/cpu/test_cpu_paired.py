@@ -173,8 +173,7 @@ def test_packed_sums_and_powers():
     np.testing.assert_array_equal(np.frexp(powers)[0], 0.5)
     mean = np.abs(balanced).mean(-1)[0]
     assert mean[1] == 0 and powers[0, 1] == 1 and ((mean[[0, 2]] >= 1) & (mean[[0, 2]] < 2)).all()
-    sections = balanced.reshape(1, 3, 3, 4).astype(np.float64)
-    signs = np.array([-1, 1, -1, 1])
+    sections, signs = balanced.reshape(1, 3, 3, 4).astype(np.float64), np.array([-1, 1, -1, 1])
     np.testing.assert_allclose(made("pairs", (1, 3, 3, 4)), (sections[..., 0, :] * sections[..., 1, :] * signs).sum(-1),
                                rtol=1e-6)
 
@@ -182,8 +181,7 @@ def test_packed_sums_and_powers():
 def test_what_pairs_are_for():
     work = Workload("gru", 800, 800, 20, 30)
     zen, other = resolve("znver4"), resolve("sapphirerapids")
-    schedule = CPUSequence()
-    cell = ecornn.cells.get("gru")
+    schedule, cell = CPUSequence(), ecornn.cells.get("gru")
     assert schedule.default(make_task(cell, work, zen))["pairs"]
     one = schedule.default(make_task(cell, msgspec.structs.replace(work, batch=1), zen))
     assert not one["pairs"] and not one["project_pairs"], "one batch row is bound by bytes"

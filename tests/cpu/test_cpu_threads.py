@@ -65,8 +65,7 @@ def test_needs_tvm_ffi_and_no_other_part_of_tvm(sample):
 
 def test_manifest(sample):
     manifest = decode(str(sample.module.manifest()))
-    assert manifest.workload == sample.task.workload
-    assert manifest.device == detect()
+    assert manifest.workload == sample.task.workload and manifest.device == detect()
     assert manifest.buffers == sample.program.buffers
 
 
@@ -134,8 +133,7 @@ def test_a_thread_on_the_callers_processor_moves_away(sample):
     allowed, (first, *_) = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))
     x, states = sample.inputs(400, 4)
     sample(x, states, threads=2)
-    mine = threading.get_native_id()
-    others = {int(p.name) for p in Path("/proc/self/task").iterdir()} - {mine}
+    others = {int(p.name) for p in Path("/proc/self/task").iterdir()} - {threading.get_native_id()}
     moved = 0
     try:
         os.sched_setaffinity(0, {first})  # of this thread only
@@ -164,8 +162,7 @@ def test_no_busy_threads_after_a_call(sample):
 def test_threads_end_with_the_module(tmp_path):
     import tvm_ffi
 
-    before = tasks()
-    made = Sample(tmp_path, "rnn_tanh", 32, 128, 4, 50, team=0)
+    before, made = tasks(), Sample(tmp_path, "rnn_tanh", 32, 128, 4, 50, team=0)
     other = shutil.copy(made.file, tmp_path / "other.so")  # tvm-ffi keeps the first one for good
     made.module = tvm_ffi.load_module(str(other), keep_module_alive=False)
     x, states = made.inputs(50, 4)
@@ -196,8 +193,7 @@ def test_detect():
     found = detect()
     assert found.kind == "llvm" and found.arch not in ("", "native", "generic")
     assert found.arch == (os.environ.get("ECORNN_TEST_CPU") or found.arch)
-    assert 1 <= found.cores <= len(os.sched_getaffinity(0))
-    assert np.isfinite(found.l2) and found.memory > 1 << 28
+    assert 1 <= found.cores <= len(os.sched_getaffinity(0)) and np.isfinite(found.l2) and found.memory > 1 << 28
 
 
 def test_functions_compiled_apart_are_the_same_code():
@@ -223,8 +219,7 @@ def test_functions_compiled_apart_are_the_same_code():
 
 
 @pytest.mark.parametrize(("nice", "expected"), [(0, 8), (10, 2)])
-def test_a_process_that_others_go_before_compiles_less_at_once(nice: int, expected: int,
-                                                               monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_others_go_before_compiles_less_at_once(nice, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "nice", lambda _: nice)
     assert llvm.at_once() == expected

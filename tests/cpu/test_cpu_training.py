@@ -102,8 +102,7 @@ def test_every_pair_of_choices(family: str, tmp_path: Path):
 
 
 def test_every_pair_is_among_them():
-    assert set().union(*map(pairs_of, ROWS)) >= every_pair()
-    assert len(ROWS) < 45
+    assert set().union(*map(pairs_of, ROWS)) >= every_pair() and len(ROWS) < 45
 
 
 @pytest.mark.exhaustive

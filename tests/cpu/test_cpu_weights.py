@@ -57,8 +57,7 @@ def test_weights_are_what_was_packed_and_nothing_else_is_rounded(cell, size, kin
     weights = random_layer(cell, *size[:2])
     x, (y, last) = called(cell, size, weights, kind)
     y_ref, last_ref = reference(cell, x, as_packed(weights, kind))
-    assert error(y, y_ref) < 1e-6
-    assert all(error(a, b) < 1e-6 for a, b in zip(last, last_ref, strict=True))
+    assert error(y, y_ref) < 1e-6 and all(error(a, b) < 1e-6 for a, b in zip(last, last_ref, strict=True))
     assert error(y, reference(cell, x, weights)[0]) < ROUNDED[kind]
 
 
@@ -131,8 +130,7 @@ def test_bfloat16_weights_in_tiles(cell, columns, most):
     *(pytest.param(cell, "int8", marks=needs_vnni) for cell in ("lstm", "gru_reset_before"))])
 def test_rounded_weights_of_a_stack(cell, kind):
     T, B, I, H = 6, 5, 9, 21
-    weights = random_weights(cell, I, H, 3, 2, 2)
-    generator = np.random.default_rng(2)
+    weights, generator = random_weights(cell, I, H, 3, 2, 2), np.random.default_rng(2)
     x, masks = generator.standard_normal((T, B, I), np.float32), {"lengths": [3, 6, 0, 1, 5]}
     masks["resets"] = generator.random((T, B)) < 0.3
     module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, target="cpu", weights=kind, layers=2,
@@ -143,8 +141,7 @@ def test_rounded_weights_of_a_stack(cell, kind):
     y, last = module.bind(weights, threads=2)(given, **masks)
     y_ref, last_ref = reference(cell, x, as_packed(weights, kind) if kind == "bfloat16" else weights, **masks)
     limit = {**ROUNDED, "bfloat16": 1e-6, "int8": 3e-2}[kind]  # of int8 each of two layers about 1e-2
-    assert error(y, y_ref) < limit
-    assert all(error(a, b) < limit for a, b in zip(last, last_ref, strict=True))
+    assert error(y, y_ref) < limit and all(error(a, b) < limit for a, b in zip(last, last_ref, strict=True))
 
 
 def quantized(values: np.ndarray) -> np.ndarray:
@@ -179,8 +176,7 @@ def test_int8_weights_are_those_of_the_model(cell, size):
     weights = random_layer(cell, *size[:2])
     x, (y, _) = called(cell, size, weights, "int8")
     # a value in the middle between two integers may fall to either side
-    assert error(y, int8_model(cell, x, weights)) < 1e-3
-    assert error(y, reference(cell, x, weights)[0]) < 5e-2
+    assert error(y, int8_model(cell, x, weights)) < 1e-3 and error(y, reference(cell, x, weights)[0]) < 5e-2
 
 
 @needs_vnni
@@ -214,8 +210,7 @@ def test_smaller_batches_threads_and_pieces_give_the_same(kind):
     x = np.random.default_rng(2).standard_normal((11, 6, 24), np.float32)
     y, last = module.bind(weights, threads=1)(x)
     many = module.bind(weights, threads=3)
-    assert np.array_equal(many(x)[0], y)
-    assert np.array_equal(many(np.ascontiguousarray(x[:, 2:3]))[0], y[:, 2:3])
+    assert np.array_equal(many(x)[0], y) and np.array_equal(many(np.ascontiguousarray(x[:, 2:3]))[0], y[:, 2:3])
     first, state = many(x[:4])
     rest, state = many(x[4:], state)
     assert np.array_equal(np.concatenate([first, rest]), y) and np.array_equal(state[0], last[0])

@@ -66,8 +66,7 @@ def test_stacks(cell, properties):
     y, after, kept = layer.bound.forward(layer.x, layer.states, **layer.masks)
     again, last = layer.bound(layer.x, layer.states, **layer.masks)
     assert np.array_equal(y, again) and all(map(np.array_equal, after, last))
-    found = layer.bound.backward(kept, layer.dy, layer.dstates)
-    masks = dict(layer.masks)
+    found, masks = layer.bound.backward(kept, layer.dy, layer.dstates), dict(layer.masks)
     reverse = layer.module.manifest.stack.reverse
     flip = (lambda a: a[::-1]) if reverse else (lambda a: a)
     if reverse:  # a mark at step t starts a sequence there in x's time; backwards it begins behind its last step
@@ -97,8 +96,7 @@ def test_zeros_are_what_is_left_out(lstm: Layer):
 
 
 def test_gradients_are_added_to_what_is_given(lstm: Layer):
-    once = lstm.run()
-    sums = {n: np.full_like(w, 2.0) for n, w in lstm.weights.items()}
+    once, sums = lstm.run(), {n: np.full_like(w, 2.0) for n, w in lstm.weights.items()}
     _, _, kept = lstm.bound.forward(lstm.x, lstm.states)
     found = lstm.bound.backward(kept, lstm.dy, lstm.dstates, gradients=sums)
     for name, value in once.weights.items():
@@ -132,11 +130,9 @@ def test_what_is_kept_is_what_is_said(cell, keep, values):
     layer = Layer(cell, keep=keep)
     y, _, kept = layer.bound.forward(layer.x, layer.states)
     batch, most, room = layer.x.shape[1], layer.module.manifest.workload.batch, 256 * values
-    assert kept.nbytes == layer.bound.kept_bytes(T, batch)
-    assert 0 <= kept.nbytes - 4 * values * batch * T * H <= room
+    assert kept.nbytes == layer.bound.kept_bytes(T, batch) and 0 <= kept.nbytes - 4 * values * batch * T * H <= room
     assert 0 <= layer.bound.kept_bytes(T) - 4 * values * most * T * H <= room
-    assert layer.bound.kept_bytes(T) == layer.bound.kept_bytes(T, most)
-    assert kept.y[0] is y
+    assert layer.bound.kept_bytes(T) == layer.bound.kept_bytes(T, most) and kept.y[0] is y
 
 
 def test_what_is_kept_where_it_is_left_open():
@@ -163,8 +159,7 @@ def test_what_is_kept_in_a_callers_memory(lstm: Layer):
     y, _, kept = lstm.bound.forward(x, memory=room[:size])
     assert np.all(room[size:] == 0x5A)
     wanted = lstm.bound.backward(kept, dy)
-    again = lstm.bound.kept_in(room[:size].copy(), x, y)
-    found = lstm.bound.backward(again, dy)
+    found = lstm.bound.backward(lstm.bound.kept_in(room[:size].copy(), x, y), dy)
     assert np.array_equal(found.x, wanted.x)
     assert all(np.array_equal(found.weights[n], w) for n, w in wanted.weights.items())
     for call in (lambda memory: lstm.bound.forward(x, memory=memory), lambda memory: lstm.bound.kept_in(memory, x, y)):
@@ -181,8 +176,7 @@ def test_a_long_sequence_takes_no_more_workspace(lstm: Layer):
 
 
 def test_tensors(lstm: Layer):
-    torch = pytest.importorskip("torch")
-    wanted = lstm.run()
+    torch, wanted = pytest.importorskip("torch"), lstm.run()
     x, dy = torch.from_numpy(lstm.x), torch.from_numpy(lstm.dy)
     _, _, kept = lstm.bound.forward(x, [torch.from_numpy(s) for s in lstm.states])
     found = lstm.bound.backward(kept, dy, tuple(torch.from_numpy(s) for s in lstm.dstates))

@@ -108,13 +108,11 @@ def test_every_environment_variable_is_listed():
                                   for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cc"))]
     found = {name for path in files for name in re.findall(r"""["'](ECORNN_[A-Z_]+)["']""", path.read_text())}
     listed = set(re.findall(r"`(ECORNN_[A-Z_]+)\b", (ROOT / "docs" / "ENVIRONMENT.md").read_text()))
-    assert {"ECORNN_CACHE", "ECORNN_OPENMP", "ECORNN_TUNING_LOGS"} <= found
-    assert found == listed
+    assert {"ECORNN_CACHE", "ECORNN_OPENMP", "ECORNN_TUNING_LOGS"} <= found and found == listed
 
 
 def test_what_works_where():
-    text = (ROOT / "README.md").read_text()
-    there = text.split(site_support.BEGIN)[1].split(site_support.END)[0].split()
+    there = (ROOT / "README.md").read_text().split(site_support.BEGIN)[1].split(site_support.END)[0].split()
     assert there == " ".join(site_support.support()).split()
 
 
@@ -129,8 +127,7 @@ def test_nothing_is_installed_by_a_name_that_no_index_has():
 
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 110
-    assert {"make run", "make test"} <= {line.split("  ")[0] for line in lines}
+    assert len(lines) <= 110 and {"make run", "make test"} <= {line.split("  ")[0] for line in lines}
 
 
 def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
@@ -149,8 +146,7 @@ def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
         fetched = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(?:https?:)?//[^>]*>|"
                              r"<link\b[^>]*\bhref=\"?(?:https?:)?//[^>]*>", page.read_text())
         assert not fetched, page
-    knobs = (tmp_path / "site" / "reference" / "knobs.html").read_text()
-    assert "more product warps: less work each" in knobs
+    assert "more product warps: less work each" in (tmp_path / "site" / "reference" / "knobs.html").read_text()
     if chromium.program() is not None:
         chromium.fits(chromium.looked(tmp_path / "site", [f"{page}.html" for page in LAID_OUT]))
 
@@ -178,8 +174,7 @@ def test_commands_are_told_as_they_went(tmp_path: Path, monkeypatch: pytest.Monk
     assert done[0][1].quiet == "begun" and done[2][1].output.startswith("/tmp/first\nfrom ecornn import")
     text = first_minutes.page("on a machine", True, done)
     assert "$ exit 3\n```\n" in text and ", exit code 3; silent for" in text and "Installing is not among it" in text
-    assert "it takes 33 s." in text
-    assert "Installing" not in first_minutes.page("on a machine", False, done)
+    assert "it takes 33 s." in text and "Installing" not in first_minutes.page("on a machine", False, done)
 
 
 def test_a_user_has_nothing_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -243,8 +238,7 @@ def test_a_figure_that_is_not_that_of_the_results():
 
 def test_in_programs_no_layer_is_slower_than_what_it_replaces():
     """In turns with PyTorch's operations, and under 2 to 4 times the load of the cores."""
-    assert min(figures.in_programs("turns", "ms")) >= 1
-    assert figures.geometric(figures.in_programs("turns", "ms")) >= 1.5
+    assert min(figures.in_programs("turns", "ms")) >= 1 and figures.geometric(figures.in_programs("turns", "ms")) >= 1.5
     assert min(figures.in_programs("busy", "ms") + figures.in_programs("busy", "p99_ms")) >= 1
     assert {r["busy"] for r in figures.rows("cpu_in_programs.json") if r["mode"] == "busy"} == {2, 4}
 
@@ -272,8 +266,7 @@ def documented() -> dict[str, Cell]:
 
 
 def test_there_are_ten_cells_and_six_errors(documented: dict[str, Cell]):
-    assert len(TOLD_ERRORS) >= 6
-    assert len(documented) >= 11 and documented.keys() <= CELLS.keys() | {"of PyTorch"}
+    assert len(TOLD_ERRORS) >= 6 and len(documented) >= 11 and documented.keys() <= CELLS.keys() | {"of PyTorch"}
     assert "module = ecornn.compile(UGRNN()" in CELL_BLOCKS[0]  # so that it was compiled, too
 
 
@@ -283,8 +276,7 @@ def test_its_cells_are_their_formulas(documented: dict[str, Cell], name: str):
     x, parameters, states = drawn(ours)
     wanted, last = formula(ours, x, parameters, states)
     names = {theirs: n for n, theirs in OWN_NAMES.get(name, {}).items()}
-    weights = flat(ours, {names.get(n, n): v for n, v in parameters.items()})
-    y, after = ecornn.reference(cell, x, weights, states)
+    y, after = ecornn.reference(cell, x, flat(ours, {names.get(n, n): v for n, v in parameters.items()}), states)
     assert cell.states == ours.states
     for got, want in zip((y, *after), (wanted, *last), strict=True):
         assert relative_error(got, want) <= LIMIT

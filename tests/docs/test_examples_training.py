@@ -271,8 +271,7 @@ def test_sides_take_turns():
     calls: list[str] = []
     times = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, seconds=0.0, together=2,
                        fewest=3)
-    assert "".join(calls) == "ab" + 3 * "aabb"
-    assert len(times["a"]) == len(times["b"]) == 3
+    assert "".join(calls) == "ab" + 3 * "aabb" and len(times["a"]) == len(times["b"]) == 3
 
 
 def test_text():
@@ -280,10 +279,8 @@ def test_text():
     assert len(found) > 50_000 and {"the", "generator", ".", "yield"} <= {*found}
     tokens, names = numbered(found, 100)
     assert len(names) == 100 and names[int(tokens[7])] in (found[7], "<unk>")
-    counts = torch.bincount(tokens)[1:].tolist()
-    assert all(a >= b for a, b in pairwise(counts))
-    columns = in_columns(torch.arange(10), 3)
-    assert columns.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert all(a >= b for a, b in pairwise(torch.bincount(tokens)[1:].tolist()))
+    assert in_columns(torch.arange(10), 3).tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 
 @pytest.mark.slow
@@ -318,8 +315,7 @@ def test_steps_that_wait_share_a_call():
             values.append(float((await sessions.step(name, np.float32([value])))[0]))
         return values
 
-    assert asyncio.run(calls()) == [1, 10, 3, 100, 1000, 5, 1001]
-    assert called == [3, 2, 1, 1]
+    assert asyncio.run(calls()) == [1, 10, 3, 100, 1000, 5, 1001] and called == [3, 2, 1, 1]
 
 
 def test_a_client_that_went_away_takes_no_answer():

@@ -29,8 +29,7 @@ def pack(device: int, queue: int, works: int, jobs: int, sources: int, places: i
          *parameters: int) -> None:
     pointers = [ctypes.c_uint64(p) for p in (works, jobs, sources, places)]
     values = [ctypes.c_int32(count), ctypes.c_int32(kind)]
-    room = (ctypes.c_uint64 * PARAMETERS)(*parameters)
-    given = [*pointers, *values, room]
+    given = [*pointers, *values, (ctypes.c_uint64 * PARAMETERS)(*parameters)]
     array = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
     fault = kernel()((count + 7) // 8, 256, array, ctypes.c_bool(True), ctypes.c_bool(False), 1)
     assert fault is None, fault

@@ -52,8 +52,7 @@ def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Dev
         I = H
     kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
     kind, _, weights = kind.partition(", ")
-    work = Workload(cell, H, I, B, T, kind, weights or None, precision)
-    return Task(work, analyse(found, I, H), device, traversal)
+    return Task(Workload(cell, H, I, B, T, kind, weights or None, precision), analyse(found, I, H), device, traversal)
 
 
 def rounded_weights(task: Task, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -102,8 +101,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     def reference(forward: Forward) -> Any:
         return expected(w.cell, traversal, x.astype(np.float64), exact(states), weights, masks, forward)
 
-    wanted = Wanted(w.arithmetic, reference)
-    values = graph.written * w.hidden
+    wanted, values = Wanted(w.arithmetic, reference), graph.written * w.hidden
     own = slice(traversal.y_offset(values), traversal.y_offset(values) + values)
     others = np.ascontiguousarray(np.delete(rows, own, axis=2))
     assert (others.view(np.uint8) == 0xFF).all(), "y of the other direction was written"
@@ -114,8 +112,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     if traversal.sequences:
         assert not y[masks["sequences"] < 0].astype(np.float32).any()
     for state in [b.state for b in program.buffers if b.tensor == "state_kept"]:
-        whole = emulated.kept[f"{state}_kept"]
-        size = w.seq * len(x[0]) * w.hidden
+        whole, size = emulated.kept[f"{state}_kept"], w.seq * len(x[0]) * w.hidden
         found, rest = whole[:size].reshape(w.seq, -1, w.hidden), whole[size:-GUARD // w.itemsize]
         assert whole.dtype == y.dtype and (rest.view(np.uint8) == 0xFF).all(), "rows that the call has not were written"
         wanted = Wanted(w.arithmetic, partial(lambda name, forward: reference(after_each_step(forward, name)), state))

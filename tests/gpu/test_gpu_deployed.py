@@ -207,8 +207,7 @@ def test_onnxruntime_on_its_cuda_provider(tmp_path: Path, providers: list[Any]):
 @pytest.mark.parametrize(("op", "inputs", "attributes"), [
     ("LSTM", ("h0", "c0"), {"direction": "bidirectional"}), ("GRU", ("lens", "h0"), {"linear_before_reset": 1}),
     ("RNN", (), {})])
-def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[Any], op: str, inputs: tuple[str, ...],
-                                               attributes: dict[str, Any]):
+def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path, providers, op, inputs, attributes):
     """No farther from float32's results than twice what ONNX Runtime's own node of that type is."""
     import onnx
     from onnxruntime_sample import feeds_of, model_of, session
@@ -217,8 +216,7 @@ def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[A
 
     half, fast = model_of(op, inputs, dtype="float16", **attributes), tmp_path / "fast.onnx"
     onnx.save(half, tmp_path / "half.onnx")
-    made = ecornn.onnxruntime.rewrite(half, fast, batch=3, seq=7, target="cuda", measure=False)
-    assert not made.left
+    assert not ecornn.onnxruntime.rewrite(half, fast, batch=3, seq=7, target="cuda", measure=False).left
     feeds = feeds_of(half)
     wide = {n: v if v.dtype == np.int32 else v.astype(np.float32) for n, v in feeds.items()}
     weights = model_of(op, inputs, **attributes)
@@ -227,8 +225,7 @@ def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[A
         tensor.CopyFrom(onnx.numpy_helper.from_array(value, rounded.name))
     exact = session(weights).run(None, wide)
     ours = on_gpu(fast, providers, ecornn.onnxruntime.session_options(fast)).run(None, feeds)
-    theirs = on_gpu(tmp_path / "half.onnx", providers).run(None, feeds)
-    for one, other, wanted in zip(ours, theirs, exact, strict=True):
+    for one, other, wanted in zip(ours, on_gpu(tmp_path / "half.onnx", providers).run(None, feeds), exact, strict=True):
         assert one.dtype == np.float16
         limit = 2 * max(np.linalg.norm(other.astype(float) - wanted), 2.0**-12 * np.linalg.norm(wanted))
         assert np.linalg.norm(one.astype(float) - wanted) < limit

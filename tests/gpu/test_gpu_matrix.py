@@ -220,8 +220,7 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
 
     parameters = {n: draw(*s, scale=H ** -0.5) for n, s in found.parameters(I, H).items()}
     weights = {found.parameter_name(n): p.reshape(-1, *p.shape[2:]) for n, p in parameters.items()}
-    x = draw(T, B, I, scale=1.5)
-    states = {name: draw(B, H) for name in found.states}
+    x, states = draw(T, B, I, scale=1.5), {name: draw(B, H) for name in found.states}
     layer = ecornn.compile(found, hidden=H, input=I, batch=compiled or B, seq=T, dtype=dtype, target="cuda",
                            schedule=schedule, config=config).bind({n: w.float().numpy() for n, w in weights.items()})
     y, *last = repeated(layer, x.cuda(), tuple(s.cuda() for s in states.values()), H)

@@ -164,8 +164,7 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
         call = {k: torch.as_tensor(v).cuda() for k, v in call.items()}
         first, last = plain(given, state, **call)
         wanted.check(first.double().cpu().numpy(), [s.double().cpu().numpy() for s in last])
-        out = torch.full_like(first, float("nan"))
-        y, after = layer(given, state, out=out, **call)
+        y, after = layer(given, state, out=torch.full_like(first, float("nan")), **call)
         again, _ = layer(given, state, **call)
         wanted.check(y.double().cpu().numpy(), [s.double().cpu().numpy() for s in after])
         assert torch.equal(y, again)
@@ -185,8 +184,7 @@ def test_streams_at_once(kind: str):
     stack = Stack(2, True) if kind == "directions" else Stack(3)
     layer, _, x, state = overlapped("lstm", "float16", stack, kind, (60, 8, 64, 128))
     inputs = [x, x + 0.5, x - 0.5]
-    wanted = [layer(one, state)[0].clone() for one in inputs]
-    graph = torch.cuda.CUDAGraph()
+    wanted, graph = [layer(one, state)[0].clone() for one in inputs], torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         captured = layer(inputs[2], state)[0]
@@ -295,8 +293,7 @@ def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
         kind = next(module.parameters()).dtype
         inputs, first = ([v.to(kind).requires_grad_() for v in values] for values in (rows, state))
         y, after = module(pack_sequence(inputs, enforce_sorted=False), tuple(first))
-        generator = torch.Generator("cuda").manual_seed(1)
-        outputs = [y.data, *after]
+        generator, outputs = torch.Generator("cuda").manual_seed(1), [y.data, *after]
         dy = [torch.randn(o.shape, generator=generator, device="cuda").to(kind) for o in outputs]
         made = torch.autograd.grad(outputs, [*inputs, *first, *module.parameters()], dy)
         found.append([torch.cat(made[:len(rows)]), *made[len(rows):]])

@@ -64,8 +64,7 @@ def moved(value: Any, device: str, dtype: torch.dtype | None) -> Any:
 
 
 def step(layer: Any, x: Any, hx: Any, directions: list[torch.Tensor], autocast: torch.dtype | None = None) -> Any:
-    device = next(layer.parameters()).device.type
-    with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
+    with torch.autocast(next(layer.parameters()).device.type, autocast or torch.bfloat16, enabled=autocast is not None):
         found = flat(layer(x, hx))
     loss = sum((t.double() * d.to(t.device)).sum() for t, d in zip(found, directions, strict=True))
     return found, torch.autograd.grad(loss, [*layer.parameters(), *flat(x), *flat(hx)])
@@ -274,8 +273,7 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
     torch.cuda.set_sync_debug_mode("error")
     losses = [train(ours, optimizer, x, wanted) for _ in range(10)]
     torch.cuda.set_sync_debug_mode("default")
-    assert [torch.cuda.memory_stats().get(name) for name in names] == before
-    assert losses[-1] < losses[0]
+    assert [torch.cuda.memory_stats().get(name) for name in names] == before and losses[-1] < losses[0]
 
 
 def test_a_whole_step_in_a_cuda_graph():
@@ -360,8 +358,7 @@ def test_a_capture_needs_a_call_before():
 def test_streams():
     """A step on one stream does not read what another one, which is late, packs."""
     exact, _, ours = pair(num_layers=2)
-    x = torch.randn(T, B, I, device="cuda")
-    right = []
+    x, right = torch.randn(T, B, I, device="cuda"), []
     for _ in range(2):
         right.append(torch.autograd.grad(exact(x.double().cpu())[0].square().sum(), exact.parameters()))
         with torch.no_grad():
@@ -427,8 +424,7 @@ def test_a_long_sequence_in_bounded_memory():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    found = gradients(ours)
+    before, found = torch.cuda.memory_allocated(), gradients(ours)
     assert torch.cuda.max_memory_allocated() - before + 2 * x.nbytes < 3e9
     for one, value in zip(found, gradients(exact), strict=True):
         assert error(one.cpu(), value.double().cpu()) < 8 * 2.0**-11

@@ -39,8 +39,7 @@ def check(result: Any, x: np.ndarray, state: Any = None) -> None:
 
 
 def test_torch(module: Module):
-    layer = module.bind({n: torch.from_numpy(w).cuda() for n, w in WEIGHTS.items()})
-    x = inputs()
+    layer, x = module.bind({n: torch.from_numpy(w).cuda() for n, w in WEIGHTS.items()}), inputs()
     y, state = layer(torch.from_numpy(x).cuda())
     assert y.device.type == "cuda"
     check((y, state), x)
@@ -72,8 +71,7 @@ def test_work_follows_the_current_stream(module: Module):
 
 def test_a_cuda_graph(module: Module):
     """Captured once, replayed on new inputs, beside calls that are not in the graph."""
-    layer = module.bind(WEIGHTS)
-    x = torch.from_numpy(inputs()).cuda()
+    layer, x = module.bind(WEIGHTS), torch.from_numpy(inputs()).cuda()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = layer(x)
@@ -140,8 +138,7 @@ def test_the_longest_call(cell: str, T: int, B: int, H: int):
         some, found = x[:, rows].contiguous(), y[:, rows].double().cpu().numpy()
         rounded = library(some)[0].double().cpu().numpy()
         expected = library.double()(some.double())[0].cpu().numpy()
-    assert torch.isfinite(y[-1]).all()
-    assert relative(found, expected) <= 2 * relative(rounded, expected) + 1e-6
+    assert torch.isfinite(y[-1]).all() and relative(found, expected) <= 2 * relative(rounded, expected) + 1e-6
 
 
 WIDTH, UNITS = 24, 40
@@ -171,8 +168,7 @@ def test_values(name: str, shape: tuple[int, ...], options: dict[str, Any], dtyp
             layer(x, *given)
         taken.clear()
         assert equal(layer(x, *given), wanted) and len(taken) == short
-        strided = torch.stack((x, x), -1)[..., 0]
-        assert equal(layer(strided, *given), wanted) and len(taken) == 2 * short
+        assert equal(layer(torch.stack((x, x), -1)[..., 0], *given), wanted) and len(taken) == 2 * short
 
 
 def test_streams_weights_and_graphs(taken: list[Any]):

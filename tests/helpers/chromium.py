@@ -85,8 +85,7 @@ def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
     frames = "".join(f'<iframe data-page="{html.escape(page)}" src="{html.escape(page)}" width="{width}" height="900">'
                      "</iframe>" for page in pages for width in WIDTHS)
     (folder / "frames.html").write_text(FRAMES % frames)
-    handler = functools.partial(Quiet, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             text = run("--virtual-time-budget=20000", "--dump-dom",

@@ -94,10 +94,8 @@ class Sample:
 
         device = detect() if features is None else msgspec.structs.replace(detect(), features=features)
         self.cell = get(cell)
-        work = Workload(self.cell.identity(), hidden, input, batch, seq)
-        self.task = make_task(self.cell, work, device)
-        schedule = CPUSequence()
-        paired = config.get("pairs") or config.get("project_pairs")
+        self.task = make_task(self.cell, Workload(self.cell.identity(), hidden, input, batch, seq), device)
+        schedule, paired = CPUSequence(), config.get("pairs") or config.get("project_pairs")
         self.config = {**schedule.default(self.task), **(ALL_GATES if paired else {}), **config}
         assert schedule.check(self.task, self.config) is None
         self.program = schedule.program(self.task, schedule.plan(self.task, self.config))
@@ -111,8 +109,7 @@ class Sample:
             for name, shape in self.cell.parameters(input, hidden).items()}
 
     def inputs(self, steps: int, batch: int, seed: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
-        generator = np.random.default_rng(seed)
-        work = self.task.workload
+        generator, work = np.random.default_rng(seed), self.task.workload
         states = [generator.standard_normal((batch, work.hidden), np.float32) for _ in self.cell.states]
         return generator.standard_normal((steps, batch, work.input), np.float32), states
 

@@ -43,8 +43,7 @@ def expected(cell: str, traversal: Traversal, x: np.ndarray, states: dict[str, A
     last = {name: value.copy() for name, value in states.items()}
     table = unmarked(masks["sequences"]) if traversal.sequences else np.full((1, 1), -1)
     for number in range(table.max() + 1):
-        at = np.nonzero(table == number)
-        order = slice(None, None, -1 if traversal.reverse else 1)
+        at, order = np.nonzero(table == number), slice(None, None, -1 if traversal.reverse else 1)
         now = {name: value[number:number + 1] for name, value in states.items()}
         rows, now = forward(cell, x[at][order][:, None], now, parameters)
         y[at] = rows[order, 0]

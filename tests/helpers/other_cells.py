@@ -17,8 +17,7 @@ class TimedGRU(Formula):
 
     def step(self, x, states, p):
         (h,), dt, m, w = states, p["dt"], p["m"], p["w"]
-        wx = product(x, p["W"])
-        zero = te.const(0.0, "float32")
+        wx, zero = product(x, p["W"]), te.const(0.0, "float32")
         old = pointwise(lambda b, j: h[b, j] * te.exp(0.0 - te.max(w[0, j] * dt[b, j] + w[1, j], zero)), h, "old")
         rh = product(old, p["R"])
         z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j]), h, "z")
@@ -27,8 +26,7 @@ class TimedGRU(Formula):
 
     def numpy(self, x, h, W, R, w, dt, m):
         old = h * np.exp(-np.maximum(w[0] * dt + w[1], 0.0))
-        z = sigmoid(x @ W[0].T + old @ R[0].T)
-        n = np.tanh(x @ W[1].T + old @ R[1].T)
+        z, n = sigmoid(x @ W[0].T + old @ R[0].T), np.tanh(x @ W[1].T + old @ R[1].T)
         return (old + m * z * (n - old),)
 
 
@@ -182,8 +180,7 @@ class Peaks(Formula):
 
     def numpy(self, x, h, c, W, R, v):
         w, r = ([a @ m.T for m in matrices] for a, matrices in ((x, W), (h, R)))
-        seen = soft(2 * r[0] + w[0] + v[0])
-        of = {"axis": 1, "keepdims": True}
+        seen, of = soft(2 * r[0] + w[0] + v[0]), {"axis": 1, "keepdims": True}
         new = 0.5 * c + np.tanh(r[1] + w[1]) + seen - (c.max(**of) - 2) * np.square(c).mean(**of) + c.mean(**of)
         return np.tanh(new - 0.5 * new.max(**of) + 0.25 * np.maximum(*w).max(**of)) + 2 * seen, new
 
@@ -256,8 +253,7 @@ class Chunks(Formula):
         scores = normalized(product(h, p["V"], 0), 1e-2, "alike")
         biased = pointwise(lambda b, j: 3.0 * scores[b, j] + p["v"][0, j], scores, "biased")
         top, share = largest(biased, "top"), softmax(biased, "share")
-        weight = product(share, p["U"])
-        middle = mean(h)
+        weight, middle = product(share, p["U"]), mean(h)
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + weight[b, 0, j] + 0.25 * top[b]) + weight[b, 1, j] * (
             h[b, j] - middle[b]), h, "new")]
 

@@ -18,8 +18,7 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
 def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[Pair]) -> list[Row]:
     """Rows in which all pairs of ``choices``, values by factor, occur that can; and those of ``wanted`` alone."""
     rows: list[Row] = []
-    missing = set(wanted)
-    order = {pair: sorted(map(str, pair)) for pair in wanted}
+    missing, order = set(wanted), {pair: sorted(map(str, pair)) for pair in wanted}
     while missing:
         row = dict(min(missing, key=order.__getitem__))
         while left := [name for name in choices(row) if name not in row]:

@@ -102,8 +102,7 @@ class Tape:
             down = values[rest[0]] @ self.p["D"][0].T
             return (np.tanh(down) if rest[1] else down) @ self.p["E"][0].T
         if kind == "pointwise":
-            value = self.scalar(rest[0], values)
-            whole = np.ones(self.shape)
+            value, whole = self.scalar(rest[0], values), np.ones(self.shape)
             if isinstance(value, Traced):
                 return value * whole
             return np.broadcast_to(value, self.shape) if np.asarray(value).dtype == bool else Traced(value * whole)

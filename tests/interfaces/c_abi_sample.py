@@ -76,8 +76,7 @@ FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32 against float64
 
 
 def close(found: np.ndarray, wanted: np.ndarray, limit: float = FORWARD) -> None:
-    assert found.shape == wanted.shape
-    assert np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)
+    assert found.shape == wanted.shape and np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)
 
 
 def drawn(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:

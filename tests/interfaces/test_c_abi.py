@@ -143,8 +143,7 @@ def test_threads_and_a_training_step_from_cpp(folder: Path, lstm: Module):
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_under_sanitizers(folder: Path, lstm: Module, generated: Generated, monkeypatch: pytest.MonkeyPatch,
-                          sanitizer: str):
+def test_under_sanitizers(folder, lstm, generated, monkeypatch, sanitizer):
     here, flags = folder / sanitizer[:4], (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
     write(here, training_arrays(lstm))
     monkeypatch.setenv("CXX", " ".join(("c++", *flags)))
@@ -177,8 +176,7 @@ def test_versions(folder: Path, lstm: Module, program: Path):
     """A file whose interface has another version, and one from before there was one."""
     function = ctypes.CDLL(str(lstm.path)).ecornn_module_api
     function.restype = ctypes.POINTER(ctypes.c_int32 * 2)
-    assert not function(2) and not function(0)
-    assert function(1).contents[0] == 1
+    assert not function(2) and not function(0) and function(1).contents[0] == 1
     older = folder / "older.so"
     subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", older], input="int before;", text=True,
                    check=True)
@@ -270,8 +268,7 @@ def test_two_layers_in_one_program(archives: Path):
         mine = lines[number * (steps + 1):][:steps + 1]
         weights = {name: np.full_like(w, 0.1) for name, w in random_weights(cell, input, hidden).items()}
         y, _ = ecornn.reference(cell, np.ones((steps, 2, input), np.float32), weights)
-        found = np.array([line.split() for line in mine[:-1]], np.float64)
-        close(found, np.stack([y[:, 0, 0], y[:, 1, -1]], axis=1))
+        close(np.array([line.split() for line in mine[:-1]], np.float64), np.stack([y[:, 0, 0], y[:, 1, -1]], axis=1))
         assert mine[-1].startswith(f"2 x has shape (7, 3, {input}); expected (T, B, {input})"), mine[-1]
 
 

@@ -115,8 +115,7 @@ def test_what_follows_the_recurrence(tmp_path, monkeypatch, cell, sizes, dtype, 
         values[space.name] = drawn.astype(DTYPES[space.dtype])
     values |= {p.columns.name: generator.uniform(-1, 1, (w.batch, w.hidden)).astype(kind)
                for p in memory.last().values()}
-    exact = {n: v.astype(np.float64) for n, v in values.items()}
-    masks = {}
+    exact, masks = {n: v.astype(np.float64) for n, v in values.items()}, {}
     if traversal.lengths:
         masks["lengths"] = np.arange(w.batch, dtype=np.int32) * 7 % (w.seq + 3)  # beyond T, too
         for b, n in enumerate(masks["lengths"]):

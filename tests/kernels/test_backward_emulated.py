@@ -254,8 +254,7 @@ def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path,
 def test_what_is_made_at_the_same_time(name, apart, late, keep):
     """Gradients of weights beside that of x; neither makes what the other one reads."""
     work = Workload(name, 256, 256, 16, 300, "bfloat16")
-    traversal = Traversal(lengths=True, keep=keep)
-    task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], traversal)
+    task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], Traversal(lengths=True, keep=keep))
     program = training_program(all_schedules()["persistent"], task)
     calls = program.entries[BACKWARD].calls
     found = [c for c in (*calls, *(c for one in calls if isinstance(one, Chunks) for c in one.calls))
@@ -275,8 +274,7 @@ def test_workspaces_do_not_grow_with_what_is_kept():
     """Those of T = 1024, which are of a chunk, serve T = 100,000, too."""
     work = Workload("lstm", 768, 768, 16, 1024, "bfloat16")
     task = Task(work, analyse(cell_of("lstm"), 768, 768), KNOWN["sm_90a"], Traversal(keep="states"))
-    schedule = all_schedules()["persistent"]
-    program = training_program(schedule, task)
+    program = training_program(all_schedules()["persistent"], task)
     for entry in (FORWARD, BACKWARD):
         own = [b for b in program.buffers if b.role == WORKSPACE and b.name in program.entries[entry].takes]
         assert sum(b.nbytes(work.seq) for b in own) == sum(b.nbytes(100_000) for b in own) < 140 << 20

@@ -98,8 +98,7 @@ def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal):
     ("block_gru", (5, 9, 7, 32), {"rows": 2, "heads": 2}, Traversal(keep="gates"))], ids=str)
 def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path, cell, sizes, change, traversal):
     """Blocks without rows, and a part of one; values of rows that the call has."""
-    task = task_of(cell, sizes, "float16", SMALL, traversal)
-    check_numbers(tmp_path, PersistentBlock(), task, CUT | change, batch=3)
+    check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, "float16", SMALL, traversal), CUT | change, batch=3)
 
 
 def test_another_batch():

@@ -90,8 +90,7 @@ def test_what_a_result_may_be_written_over():
 
 def test_a_walk_knows_every_kind_of_call():
     """Each kind of call, of which one has another inside: all launches are seen and replaced, and all buffers."""
-    leaf = launch("kernel", into="a")
-    rows = {"x": 3}
+    leaf, rows = launch("kernel", into="a"), {"x": 3}
     kinds = [leaf, programs.Parallel("kernel", {"into": "a"}), programs.Fill("a", 0, Extent(8)), programs.Loop((leaf,)),
              programs.Relay((leaf,), "a", "b", "c", "d", 4), programs.Concurrent(((leaf,), (leaf,))),
              programs.Wave((programs.WaveLayer((leaf,), rows, (("a", "b"),)),) * 2, 2, 8),
@@ -130,8 +129,7 @@ def test_a_step_that_keeps_gates(cell, seq, most):
     kept, room = own.kept_bytes(seq, 16), own.workspace_bytes(seq)
     y, gradients = seq * 16 * 768 * 2, {"lstm": 4, "gru": 3}[cell] * 768 * (2 * 768 + 2) * 4
     assert program.dx_in is not None and buffers[program.dx_in].nbytes(seq) == y
-    assert (y + kept + gradients + room) / MIB < most
-    assert room < (0.1 if cell == "lstm" else 0.11) * kept
+    assert (y + kept + gradients + room) / MIB < most and room < (0.1 if cell == "lstm" else 0.11) * kept
     apart = sum(b.nbytes(seq) for n in program.entries[BACKWARD].takes if (b := buffers[n]).role == WORKSPACE)
     assert room < apart < 1.6 * room  # a caller's memory stays as it is
 
@@ -140,10 +138,8 @@ def test_whose_memory_is_written():
     _, manifest = made("lstm", 512, hidden=256)
     calls: list[Any] = []
     own, arrays = training(manifest, calls), arrays_of(np.empty(1), "x")
-    size = own.kept_bytes(512, 16)
-    takes = manifest.entries[BACKWARD]
-    found = []
-    callers = HostMemory(size)
+    size, takes = own.kept_bytes(512, 16), manifest.entries[BACKWARD]
+    found, callers = [], HostMemory(size)
     for memory in (HostMemory(size), GivenMemory(callers, callers.pointer, size)):
         kept = Kept(own._caller, arrays, (np.empty(0), 0), (None, 0), [(None, 0)] * 2, {}, memory, 512, 16, 16)
         own.backward(kept, (None, 0), [(None, 0)] * 2, (None, 0), [(None, 0)] * 2,
@@ -225,8 +221,7 @@ def check_layer(library: Any, task: Task, schedule: str) -> dict[str, Packing]:
     ("slstm", "persistent", "float32")])
 def test_what_training_modules_pack(library: Any, cell: str, schedule: str, dtype: str):
     """Whole tiles and parts of them, also of weights that are transposed, in pieces."""
-    task = task_of(cell, (5, 3, 13, 40), dtype, TINY, Traversal(keep="states"))
-    assert len(check_layer(library, task, schedule)) > 2
+    assert len(check_layer(library, task_of(cell, (5, 3, 13, 40), dtype, TINY, Traversal(keep="states")), schedule)) > 2
 
 
 def test_matrices_of_several_numbers_of_rows(library: Any):
@@ -263,8 +258,7 @@ def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(tmp_path: Path, mon
     cell, schedule = get("gru"), all_schedules()["persistent"]
     workload = Workload(cell.identity(), 40, 24, 3, 5, "bfloat16")
     task = make_task(cell, workload, resolve("sm_90a"), Traversal(keep="states"))
-    config = schedule.default(task)
-    manifest = make_manifest(cell, task, schedule, config, training_program(schedule, task), "")
+    manifest = make_manifest(cell, task, schedule, schedule.default(task), training_program(schedule, task), "")
     gpu = FakeGPU(manifest, tmp_path, emulated.pack)
     packings = {b.name: b.packing for b in manifest.buffers if b.packing is not None}
 

@@ -59,8 +59,7 @@ def test_a_quad_of_the_projection_fills_sectors(outputs, bytes):
 
 
 def test_one_unit_a_thread_needs_an_even_number_of_values():
-    schedule = Elementwise()
-    task = task_of("highway", (5, 3, 7, 8), "float16")
+    schedule, task = Elementwise(), task_of("highway", (5, 3, 7, 8), "float16")
     config = {**schedule.default(task), "hoisted": "same"}
     assert "odd" in str(schedule.check(task, {**config, "units": 1}))
     assert schedule.check(task, {**config, "units": 2}) is None
@@ -122,8 +121,7 @@ def test_memory_counts_where_rows_are_many():
     """LSTM 256 B=512 took 4.0 µs by `persistent` and 3.3 by `persistent_wide`; 2.57 and 2.65 were expected with nothing
     for the values of all rows. In clusters of `persistent_block`, of 18 rows, it took 3.0."""
     def rank(name: str, batch: int) -> float:
-        schedule = all_schedules()[name]
-        return schedule.rank(task_of("lstm", (300, batch, 256, 256), "float16", KNOWN["sm_90a"])) / 1000
+        return all_schedules()[name].rank(task_of("lstm", (300, batch, 256, 256), "float16", KNOWN["sm_90a"])) / 1000
 
     assert unhidden(task_of("lstm", (300, 64, 256, 256), "float16", KNOWN["sm_90a"]), 1_000, 0.33) < 10
     block, wide, state = (rank(name, 512) for name in ("persistent_block", "persistent_wide", "persistent"))
@@ -204,8 +202,7 @@ def test_what_it_does_not_serve():
     assert serves() and serves(dtype="float16") and serves(sizes=(40, 3, 8, 1))
     assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(40, 3, 61, 40), dtype="tf32")
     assert serves(sizes=(40, 3, 2, 40)) and not serves(sizes=(40, 3, 61, 40))  # rows of whole words
-    assert not serves(device=KNOWN["sm_80"])
-    assert not serves(device=replace(HOPPER, shared=64 << 10))
+    assert not serves(device=KNOWN["sm_80"]) and not serves(device=replace(HOPPER, shared=64 << 10))
     assert not serves(cell="echo")  # no input product
 
 

@@ -160,8 +160,7 @@ def test_each_direction_has_a_default_of_its_own():
     for reverse in (False, True, False):
         task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Traversal(reverse, 2))
         config = schedule.default(task)
-        assert schedule.check(task, config) is None
-        assert (config["ahead"] == 100) == reverse
+        assert schedule.check(task, config) is None and (config["ahead"] == 100) == reverse
 
 
 def test_polls_in_parts_where_registers_are_short(tmp_path):
@@ -280,8 +279,7 @@ def test_what_clusters_cannot_do_is_refused():
         change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
         return schedule.check(task, cut(task, **{**CLUSTER, **change})) or ""
 
-    assert not reason() and not reason(groups=6, units=20)
-    assert "20 blocks in a cluster" in reason(units=16)
+    assert not reason() and not reason(groups=6, units=20) and "20 blocks in a cluster" in reason(units=16)
     small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
     assert "1 blocks" in (schedule.check(small, cut(small, **CLUSTER, warps=1)) or "")
     assert "8 clusters of 16 blocks, of which 7 are on the chip" in reason(groups=8, units=20)
@@ -341,8 +339,7 @@ def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     x[1, 1], resets[3, 1] = np.nan, True
     run = emulated(task, tmp_path).run
     y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
-    assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
-    assert relative(y[3:], wanted[3:]) < 1e-5
+    assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all() and relative(y[3:], wanted[3:]) < 1e-5
 
 
 def test_rows_of_any_size_before_a_row_begins(tmp_path):
@@ -386,8 +383,7 @@ def test_the_recurrence_normalizes_what_is_rounded_once():
     kernels = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[0]
     assert set(kernels["normalize"].arguments) == {"hoisted", "row_sums", "T", "B"}
     assert "row_sums" in kernels["persistent"].arguments
-    small = task_of(NORM, (256, 16, 256, 256), "float16", KNOWN["sm_90a"])
-    assert schedule.default(small)["hoisted"] == "float32"
+    assert schedule.default(task_of(NORM, (256, 16, 256, 256), "float16", KNOWN["sm_90a"]))["hoisted"] == "float32"
     assert all_schedules()["layout_transform"].default(task)["hoisted"] == "float32"
 
 

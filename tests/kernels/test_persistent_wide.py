@@ -195,21 +195,18 @@ def test_the_default_of_small_layers(tmp_path, check, task_for):
 
 
 def test_what_does_not_fit_is_refused():
-    schedule = PersistentWide()
-    task = task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
+    schedule, task = PersistentWide(), task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
 
     def reason(**change: Any) -> str:
         return schedule.check(task, config_of(**{"registers": 50, **change})) or ""
 
-    assert not reason()
-    assert "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
+    assert not reason() and "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
     assert "registers" in (schedule.check(task, config_of(registers=100)) or "")
     assert "shared memory" in (schedule.check(task, config_of(registers=0)) or "")
     assert "items" in (schedule.check(task_of("lstm", (4, 250, 64, 64), "float16", HOPPER), config_of()) or "")
     assert "columns" in (schedule.check(task_of("rnn_tanh", (4, 257, 64, 64), "float16", HOPPER),
                                         config_of(units=8)) or "")
-    assert "share K" in reason(units=32, parts=2)
-    assert "1 tiles" in reason(row_teams=2)
+    assert "share K" in reason(units=32, parts=2) and "1 tiles" in reason(row_teams=2)
     assert "too few" in (schedule.check(task_of("lstm", (4, 8, 64, 160), "float16", HOPPER),
                                         config_of(units=18, row_teams=2, parts=4)) or "")
     assert "chunks" in (schedule.check(task_of("lstm", (4, 8, 64, 2112), "float16", HOPPER),
@@ -242,8 +239,7 @@ def test_it_is_chosen_where_it_is_expected_to_be_faster():
     def first(batch: int, hidden: int) -> str:
         return serving_or_raise(task_of("lstm", (100, batch, 64, hidden), "float16", HOPPER))[0].name
 
-    assert first(16, 768) == "persistent"
-    assert first(64, 2048) == "persistent_wide"
+    assert first(16, 768) == "persistent" and first(64, 2048) == "persistent_wide"
 
 
 @pytest.mark.parametrize("name", [n for n, of in SANITIZED.items() if "cores" in of or "shared" in of])

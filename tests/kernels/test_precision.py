@@ -177,13 +177,11 @@ def test_on_a_gpu(cell, hidden, batch, dtype):
     y, _ = module.bind(given)(x.cuda())
     there, _ = module.bind({n: w.cuda() for n, w in given.items()})(x.cuda())
     assert torch.equal(y, there)
-    exact = {n: w.double().numpy() for n, w in given.items()}
-    name = "weight_hh_l0"
+    exact, name = {n: w.double().numpy() for n, w in given.items()}, "weight_hh_l0"
     unrounded, wanted = (ecornn.reference(cell, x.double().numpy(), weights)[0]
                          for weights in (exact, exact | {name: in_integers(exact[name])}))
     found = y.double().cpu().numpy()
-    assert relative(found, wanted) < {"float16": 6e-4, "bfloat16": 5e-3}[dtype]
-    assert relative(found, unrounded) < 1e-2
+    assert relative(found, wanted) < {"float16": 6e-4, "bfloat16": 5e-3}[dtype] and relative(found, unrounded) < 1e-2
 
 
 def test_only_float32_on_a_gpu_has_a_choice_and_exact_is_the_default():
@@ -231,10 +229,8 @@ def test_no_worse_than_twice_the_library(cell, schedule):
     allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, True
     try:
         with torch.no_grad():
-            theirs = library(x)[0].double()
-            exact = copy.deepcopy(library).double()(x.double())[0]
+            theirs, exact = library(x)[0].double(), copy.deepcopy(library).double()(x.double())[0]
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
-    ours = layer(x)[0].double()
-    error, limit = ((y - exact).norm() / exact.norm() for y in (ours, theirs))
+    error, limit = ((y - exact).norm() / exact.norm() for y in (layer(x)[0].double(), theirs))
     assert limit > 1e-5 and error <= 2 * limit

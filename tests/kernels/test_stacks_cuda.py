@@ -193,8 +193,7 @@ def test_persistent_stacks_compile(cell, dtype, monkeypatch):
     beside = program_of("persistent", cell, stack, dtype, cores=132, ahead=100, forward={"ahead": 50})
     assert sum(name.startswith("persistent") for name in beside.functions) == 3
     for program in (before, beside, clusters):
-        made = generate(program, KNOWN["sm_90a"])
-        assert all(found["spill_stores"] == 0 for found in made.resources.values())
+        assert all(found["spill_stores"] == 0 for found in generate(program, KNOWN["sm_90a"]).resources.values())
 
 
 def planned(**options: Any) -> Any:
@@ -259,8 +258,7 @@ def test_a_chunk_has_room(chunks, least):
 
 def test_what_is_asked_for():
     for overlap, kind in (("none", "none"), ("directions", "directions"), ("auto", "none")):
-        found = planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap)
-        assert found.overlap.kind == kind
+        assert planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap).overlap.kind == kind
     assert "directions side by side: as asked for" in planned(bidirectional=True, overlap="directions").found.provenance
 
 

@@ -333,8 +333,7 @@ def test_a_random_training_step(seed: int, chosen: bool, tmp_path: Path):
     (Averages(), "sm_80"), (Projected(), "sm_80"), (Peak(), "sm_80"), (Peak("peaks"), "sm_80"),
     (Peak("peaks"), "sm_90a"), (Peak("top"), "sm_80")], ids=lambda value: getattr(value, "name", value))
 def test_every_schedule_trains_them(cell: Cell, arch: str, tmp_path: Path):
-    layer = Layer(cell, 5, 19, 3, 4)
-    call = layer.arguments(4, 3)
+    call = Layer(cell, 5, 19, 3, 4).arguments(4, 3)
     drawn = Training(cell, (4, 3, 5, 19), ALONE, call, reference(cell, call, False))
     task = make_task(cell, Workload(cell.identity(), 19, 5, 3, 4, "float32"), replace(KNOWN[arch], cores=3),
                      replace(ALONE, keep="states"))

@@ -49,8 +49,7 @@ def test_gradients_of_weights(dtype, width):
     names = ("x", "before_h", "outputs", "d_weight_ih", "d_weight_hh")
     others = tuple(Buffer(n, WORKSPACE, dtype if n[:2] != "d_" else "float32", Extent(1)) for n in names)
     source = lower(Program.running(dict(part.functions), (*part.buffers, *others), part.calls), "sm_90a")[1]
-    assert ("wgmma" in source) == (width % 2 == 0 and dtype == "bfloat16")
-    assert resources_without_spills(source)
+    assert ("wgmma" in source) == (width % 2 == 0 and dtype == "bfloat16") and resources_without_spills(source)
 
 
 @pytest.mark.parametrize(("cell", "hidden", "input", "dtype", "wide"), [

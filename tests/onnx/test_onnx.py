@@ -123,8 +123,7 @@ def test_everything_an_lstm_node_may_have():
                     lambda z: np.clip(0.3 * z + 0.4, 0, 1), lambda z: np.where(z < 0, 0.02 * z, z),
                     lambda z: z / (1 + np.abs(z)), 1.5, True)
                 wanted[s, d, row] = h[0]
-            assert relative(y_h[d, row], h[0]) <= 1e-6
-            assert relative(y_c[d, row], c[0]) <= 1e-6
+            assert relative(y_h[d, row], h[0]) <= 1e-6 and relative(y_c[d, row], c[0]) <= 1e-6
     assert relative(y, wanted) <= 1e-6
 
 
@@ -164,8 +163,7 @@ def test_gru_reset_forms_differ_as_the_text_says():
         r = 1 / (1 + np.exp(-(x[0] @ wr.T + h[0] @ rr.T + br + cr)))
         inner = r * (h[0] @ rh.T + ch) if after else (r * h[0]) @ rh.T + ch
         wanted = (1 - z) * np.tanh(x[0] @ wh.T + inner + bh) + z * h[0]
-        assert relative(y[0, 0], wanted) <= 1e-6
-        assert relative(y_h[0], wanted) <= 1e-6
+        assert relative(y[0, 0], wanted) <= 1e-6 and relative(y_h[0], wanted) <= 1e-6
 
 
 def test_what_cannot_be_compiled_is_named(tmp_path: Path):

@@ -57,8 +57,7 @@ def test_constants_behind_nodes(kind: str):
     if name == "h0":
         np.testing.assert_array_equal(found.inputs["initial_h"], wanted)
         return
-    key = "weight_ih_l0" if name == "W" else "weight_hh_l0"
-    np.testing.assert_array_equal(found.weights[key], ours(wanted[0]))
+    np.testing.assert_array_equal(found.weights["weight_ih_l0" if name == "W" else "weight_hh_l0"], ours(wanted[0]))
     assert found.inputs == {"sequence_lens": None, "initial_h": None, "initial_c": None}
 
 

@@ -97,10 +97,8 @@ def test_other_types(dtype: str, chosen: str | None, limit: float, tmp_path: Pat
     _, fast = rewritten(model, tmp_path, dtype=chosen)
     feeds = feeds_of(model)
     wide = {name: v if name == "lens" else v.astype(np.float32) for name, v in feeds.items()}
-    wanted = session(model_of("LSTM", ALL)).run(None, wide)
-    for found, one in zip(fast.run(None, feeds), wanted, strict=True):
-        assert found.dtype == dtype
-        assert np.linalg.norm(found.astype(float) - one) < limit * np.linalg.norm(one)
+    for found, one in zip(fast.run(None, feeds), session(model_of("LSTM", ALL)).run(None, wide), strict=True):
+        assert found.dtype == dtype and np.linalg.norm(found.astype(float) - one) < limit * np.linalg.norm(one)
 
 
 def test_weights_that_the_model_computes_go_with_the_nodes_that_compute_them(tmp_path: Path):
@@ -190,8 +188,7 @@ def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
 
 def test_packed_weights_are_those_of_all_nodes_and_sessions(tmp_path: Path):
     """4 MiB of weights, shared by 20 nodes."""
-    model = decoder(20)
-    rng = np.random.default_rng(0)
+    model, rng = decoder(20), np.random.default_rng(0)
     for tensor, shape in zip(model.graph.initializer, ((1, 1536, I), (1, 1536, 512), (1, 3072)), strict=True):
         tensor.CopyFrom(onnx.numpy_helper.from_array(rng.uniform(-0.1, 0.1, shape).astype(np.float32), tensor.name))
     for node in model.graph.node[1:]:
@@ -282,18 +279,15 @@ def test_weights_that_come_with_each_call(tmp_path: Path):
     """By a program that changes the rewritten model: they are packed in the call."""
     model = model_of("LSTM")
     rewritten(model, tmp_path)
-    new = onnx.load(tmp_path / "fast.onnx")
-    feeds = feeds_of(model)
+    new, feeds = onnx.load(tmp_path / "fast.onnx"), feeds_of(model)
     for tensor in [t for t in new.graph.initializer if "_l0" in t.name]:
         new.graph.input.append(sample.value(tensor.name, shape=tensor.dims))
         feeds[tensor.name] = onnx.numpy_helper.to_array(tensor)
         new.graph.initializer.remove(tensor)
     options = ecornn.onnxruntime.session_options(tmp_path / "fast.onnx")
-    wanted = session(model).run(None, {"X": feeds["X"]})
-    fast = session(new, options)
+    wanted, fast = session(model).run(None, {"X": feeds["X"]}), session(new, options)
     np.testing.assert_allclose(fast.run(None, feeds)[0], wanted[0], rtol=1e-5, atol=1e-6)
-    still = {name: value * (name == "X") for name, value in feeds.items()}
-    assert not fast.run(None, still)[0].any()
+    assert not fast.run(None, {name: value * (name == "X") for name, value in feeds.items()})[0].any()
 
 
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])

@@ -62,11 +62,9 @@ def test_a_model_that_does_not_gain_stays(slow: str, recognizer: Path, tmp_path:
 @pytest.mark.parametrize(("op", "inputs", "attributes"), [
     ("LSTM", ("lens", "h0", "c0", "P"), {"direction": "bidirectional"}), ("GRU", ("lens",), {"linear_before_reset": 1}),
     ("RNN", (), {})])
-def test_nodes_and_models_are_timed(op: str, inputs: tuple[str, ...], attributes: dict[str, Any], tmp_path: Path,
-                                    monkeypatch: pytest.MonkeyPatch):
+def test_nodes_and_models_are_timed(op, inputs, attributes, tmp_path, monkeypatch):
     """By calls that ONNX Runtime takes, of a node alone and of the model: this one's only node is timed as both."""
-    seen = []
-    real = rewriting.measured
+    seen, real = [], rewriting.measured
     monkeypatch.setattr(rewriting, "measured", lambda *given: seen.append(real(*given)) or (2.0, 1.0))
     made, _ = rewritten(model_of(op, inputs, **attributes), tmp_path, batch=B, seq=T, measure=True)
     assert len(seen) == 2 and all(0 < time < 60 for times in seen for time in times)

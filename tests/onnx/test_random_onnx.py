@@ -118,8 +118,7 @@ class Builder:
         """A state of the shape that these have, each a number or a tensor of one."""
         shape = self.node("Concat", *(s if isinstance(s, str) else self.whole(s) for s in sizes), axis=0)
         if self.chance(0.5):
-            one = numpy_helper.from_array(np.array([value], np.float32))
-            return self.node("ConstantOfShape", shape, value=one)
+            return self.node("ConstantOfShape", shape, value=numpy_helper.from_array(np.array([value], np.float32)))
         return self.node("Expand", self.initializer(np.array([value], np.float32)), shape)
 
     def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> tuple[str, ...]:
@@ -205,19 +204,16 @@ class Recurrent:
 def random_model(seed: int) -> Sample:
     made: list[str] = []
     b = Builder(np.random.default_rng(seed), made)
-    nodes = Recurrent(b, b.chance(0.5))
-    width = b.one_of(3, 5)
+    nodes, width = Recurrent(b, b.chance(0.5)), b.one_of(3, 5)
     x = b.deep(nodes.given("X", ["T", "B", width]))
     shown: list[str] = []
     for _ in range(int(b.rng.integers(1, 5))):
-        kind = nodes.kind()
-        place = b.one_of("graph", "graph", "graph", "If", "Loop", "unrolled")
+        kind, place = nodes.kind(), b.one_of("graph", "graph", "graph", "If", "Loop", "unrolled")
         made.append(f"in {place}")
         if place != "graph":
             shown += {"If": _branch, "Loop": _loop, "unrolled": _unrolled}[place](b, nodes, x, width, kind)
             continue
-        features = b.node("Relu", x)
-        outputs, both, hidden = nodes.add(x, width, kind, features)
+        outputs, both, hidden = nodes.add(x, width, kind, b.node("Relu", x))
         shown += [name for name in outputs if b.chance(0.6)] or outputs[:1]
         if b.chance(0.5) and not kind["attributes"].get("layout"):  # the next one's X
             y = b.node("Transpose", outputs[0], perm=[0, 2, 1, 3])
@@ -350,8 +346,7 @@ def _compiled_once():
 
 def check(seed: int, folder: Path) -> int:
     """Nodes that are compiled, and compute the same; those that cannot be stay with a reason."""
-    sample = random_model(seed)
-    out = folder / "fast.onnx"
+    sample, out = random_model(seed), folder / "fast.onnx"
     try:
         made = ecornn.onnxruntime.rewrite(sample.model, out, batch=4, seq=7, target="cpu", measure=False)
     except ArgumentError as error:

@@ -121,8 +121,7 @@ class LEM(Published):
     def numpy(self, x, y, z, W, R, b):
         dt, du, n, _ = affine(x, y, W, R, b)
         z = (1 - sig(dt)) * z + sig(dt) * np.tanh(n)
-        m = x @ W[3].T + z @ R[3].T + b[3]
-        return (1 - sig(du)) * y + sig(du) * np.tanh(m), z
+        return (1 - sig(du)) * y + sig(du) * np.tanh(x @ W[3].T + z @ R[3].T + b[3]), z
 
 
 class GRUODE(Published):
@@ -141,8 +140,7 @@ class GRUODE(Published):
 
     def numpy(self, x, h, W, R, b):
         r, z, _ = affine(x, h, W, R, b)
-        g = np.tanh(x @ W[2].T + (sig(r) * h) @ R[2].T + b[2])
-        return (h + 0.25 * (1 - sig(z)) * (g - h),)
+        return (h + 0.25 * (1 - sig(z)) * (np.tanh(x @ W[2].T + (sig(r) * h) @ R[2].T + b[2]) - h),)
 
 
 class AntisymmetricRNN(Published):

@@ -137,8 +137,7 @@ class MUT1(Published):
 
     def step(self, x, states, p):
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
-        rh = product(h, R, 0)
-        z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + v[0, j]), h)
+        rh, z = product(h, R, 0), pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + v[0, j]), h)
         r = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + rh[b, j] + v[1, j]), h)
         nh = gated_by(h, R, r, 1)
         return [pointwise(lambda b, j: te.tanh(nh[b, j] + te.tanh(x[b, j]) + v[2, j]) * z[b, j]

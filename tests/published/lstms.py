@@ -140,8 +140,7 @@ class IndyLSTM(Published):
         return lstm(lambda b, g, j: wx[b, g, j] + u[g, j] * h[b, j] + v[g, j], c)
 
     def numpy(self, x, h, c, W, u, b):
-        given = (x @ w.T + u * h + b for w, u, b in zip(W, u, b, strict=True))
-        return lstm_formula(*given, c)
+        return lstm_formula(*(x @ w.T + u * h + b for w, u, b in zip(W, u, b, strict=True)), c)
 
 
 class SubLSTM(Published):
@@ -176,8 +175,7 @@ class NestedLSTM(Published):
 
     def numpy(self, x, h, c, d, W, R, b, P, Q, e):
         i, f, g, o = affine(x, h, W, R, b)
-        inner = affine(sig(i) * np.tanh(g), sig(f) * c, P, Q, e)
-        c, d = lstm_formula(*inner, d)
+        c, d = lstm_formula(*affine(sig(i) * np.tanh(g), sig(f) * c, P, Q, e), d)
         return sig(o) * np.tanh(c), c, d
 
 

@@ -107,8 +107,7 @@ class Clockwork(Published):
                 pointwise(lambda b, j: t[b, j] + 1.0, t)]
 
     def numpy(self, x, h, t, W, R, b, v):
-        due = np.mod(np.floor(t), 2 ** np.round(v[0])) == 0
-        return np.where(due, np.tanh(affine(x, h, W, R, b)[0]), h), t + 1
+        return np.where(np.mod(np.floor(t), 2 ** np.round(v[0])) == 0, np.tanh(affine(x, h, W, R, b)[0]), h), t + 1
 
 
 class SkipRNN(Published):

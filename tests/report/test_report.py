@@ -126,8 +126,7 @@ def test_a_run_whose_best_trial_is_gone_shows_the_fastest_that_is_left():
     gone = Finish(run="ab-1", reason="trials", trials=9, seconds=2.0, best=Choice("no_more", {"a": 7}), best_us=1.5,
                   default=Choice("no_more", {"a": 8}), default_us=5.0)
     log = logged(trial(0, 4.0), trial(1, 2.0), gone)
-    assert searches(log)[0].best.times.median == 2.0
-    assert "2 µs a step" in page.render(log)
+    assert searches(log)[0].best.times.median == 2.0 and "2 µs a step" in page.render(log)
 
 
 def test_the_share_of_a_knob_is_that_of_an_analysis_of_variance():
@@ -140,8 +139,7 @@ def test_the_share_of_a_knob_is_that_of_an_analysis_of_variance():
 
 def test_operations_of_a_step_are_counted():
     one = trial(0, 10.0, workload=Workload("lstm", 64, 32, 4, 10, "float32"))
-    found = step_of(task_of(one))
-    assert teraflops(one, found) == pytest.approx(2 * 4 * (4 * 64 * 64 + 4 * 64 * 32) / 10e-6 / 1e12)
+    assert teraflops(one, step_of(task_of(one))) == pytest.approx(2 * 4 * (4 * 64 * 64 + 4 * 64 * 32) / 10e-6 / 1e12)
 
 
 def test_names_in_a_log_are_no_markup():
@@ -202,8 +200,7 @@ def test_rows_of_bench_are_those_of_their_layer_alone(tmp_path: Path):
         found = measured([path])
         assert list(found.peers(one).items()) == [("cudnn", pytest.approx(6.0)), ("torch", pytest.approx(9.0))]
         for what in ("hidden", "batch", "seq", "input"):
-            other = msgspec.structs.replace(one.workload, **{what: 16})
-            assert not found.peers(trial(workload=other)), what
+            assert not found.peers(trial(workload=msgspec.structs.replace(one.workload, **{what: 16}))), what
         assert not found.peers(trial(device=msgspec.structs.replace(one.device, name="another")))
 
 
@@ -326,8 +323,7 @@ def test_stages_are_those_of_the_estimate(shipped):
     for run in searches(shipped):
         task = task_of(run.search[0])
         for one in run.search:
-            schedule = all_schedules()[one.schedule]
-            stages = stages_of(one, task)
+            schedule, stages = all_schedules()[one.schedule], stages_of(one, task)
             if stages and "hoisted" in one.config and one.config.get("ahead", 100) == 100:
                 assert set(stages) <= set(TERMS) and all(us >= 0 for us in stages.values())
                 more = schedule.features(task, schedule.plan(task, one.config))["estimate"] / 1e3
@@ -349,8 +345,7 @@ def test_a_map_has_each_multiprocessor_once(shipped):
         if cut is None:
             continue
         maps += 1
-        picture = chip_map(cut, best.device)
-        kinds = [one.get("class") for one in ET.fromstring(picture).iter("rect")]
+        kinds = [one.get("class") for one in ET.fromstring(chip_map(cut, best.device)).iter("rect")]
         assert len(kinds) == best.device.cores
         assert sum(kind.startswith("fill") for kind in kinds) == cut.groups * cut.blocks
         assert cut.groups // cut.heads * cut.rows >= best.workload.batch
@@ -364,8 +359,7 @@ def test_lines_of_code_are_marked_by_the_knobs_that_make_them(shipped):
     """What a knob does not make is in the code with its other value, too, in the same order."""
     run = next(run for run in searches(shipped) if run.best and run.best.schedule == "persistent")
     task, schedule = task_of(run.best), all_schedules()["persistent"]
-    found = marked(run.best, task)
-    config = up_to_date(run.best, schedule, task).config
+    found, config = marked(run.best, task), up_to_date(run.best, schedule, task).config
     functions = schedule.program(task, schedule.plan(task, config)).functions
     assert "\n".join(text for text, _ in found.lines) == functions[found.name].script()
     assert set(found.others) | set(found.alone) == set(config) and {"units", "warps"} <= set(found.others)
@@ -438,8 +432,7 @@ def test_roles_are_those_of_the_plan():
     own = {role.name: role for role in kernel("workers").roles}
     text = kernels(text_of("workers"))["persistent"]
     bounds = [int(n) for n in re.findall(r"if \(thread < (\d+)\) \{", text)]
-    assert own["MMA warps"].threads == bounds[0]
-    assert own["MMA warps"].threads + own["gate warps"].threads == bounds[1]
+    assert own["MMA warps"].threads == bounds[0] and own["MMA warps"].threads + own["gate warps"].threads == bounds[1]
     blocks = int(re.findall(r"if \(block < (\d+)\)", text)[0])
     assert own["gate warps"].blocks == own["MMA warps"].blocks == blocks
     assert own["projection CTAs"].blocks == kernel("workers").blocks - blocks > 0
@@ -470,8 +463,7 @@ def test_what_warps_wait_for_and_send():
 def test_lanes_meet_and_what_is_sent_arrives():
     drawn = picture(kernel("statistics"))
     meets = {float(d) for d in re.findall(r'class="meets" d="M0 ([\d.]+)H', drawn)}
-    assert len(meets) == 2 and drawn.count('class="sent"') == 1
-    assert picture(kernel("l2")).count('class="meets"') == 1
+    assert len(meets) == 2 and drawn.count('class="sent"') == 1 and picture(kernel("l2")).count('class="meets"') == 1
     assert 'class="meets"' not in picture(kernel("mma"))  # one role
 
 

@@ -232,8 +232,7 @@ def test_packed_sequences_of_pytorch(with_state: bool):
 
 
 def test_padding_by_one_gather():
-    rows = [torch.randn(n, I) for n in LENGTHS]
-    given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+    given = torch.nn.utils.rnn.pack_sequence([torch.randn(n, I) for n in LENGTHS], enforce_sorted=False)
     wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(
         torch.nn.utils.rnn.PackedSequence(given.data, given.batch_sizes))
     layout, seen = packed.padded(given.batch_sizes.numpy().tobytes()), []

@@ -104,8 +104,7 @@ def test_who_waits_takes_what_a_third_process_has_made(root: Path, monkeypatch: 
 
 @pytest.mark.parametrize("write", [lambda path: log.append(path, RECORD), lambda path: log.rewrite(path, lambda _: [])],
                          ids=["append", "rewrite"])
-def test_a_log_that_a_stopped_process_holds_is_an_error(write: Callable[[Path], None], root: Path,
-                                                        monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_a_stopped_process_holds_is_an_error(write, root, monkeypatch):
     monkeypatch.setattr(log, "LIMIT", 0.3)
     path = root.parent / "log.jsonl"
     log.append(path, RECORD)
@@ -134,8 +133,7 @@ def test_logs_are_written_without_locks(tmp_path: Path, without_locks: None):
     assert len(log.read(tmp_path / "log.jsonl").lines) == 2
 
 
-def test_a_living_run_keeps_its_folder_without_locks(tmp_path: Path, without_locks: None,
-                                                     monkeypatch: pytest.MonkeyPatch):
+def test_a_living_run_keeps_its_folder_without_locks(tmp_path, without_locks, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     alive = Scratch()
     os.utime(alive.name, (time.time() - 2 * YOUNG,) * 2)
@@ -194,8 +192,7 @@ def test_without_a_temporary_folder_tmpdir_is_named(call: Callable[[], Any], mon
 
 def test_a_folder_that_is_mounted_noexec_is_named(monkeypatch: pytest.MonkeyPatch):
     """The dynamic loader says "failed to map segment from shared object"."""
-    module = ecornn.compile("rnn_tanh", hidden=8, target="cpu")
-    content = module.path.read_bytes()
+    content = ecornn.compile("rnn_tanh", hidden=8, target="cpu").path.read_bytes()
 
     def refuse(path: str) -> None:
         raise RuntimeError(f"{path}: failed to map segment from shared object")

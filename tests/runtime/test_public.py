@@ -210,8 +210,7 @@ def test_every_public_function_is_a_boundary(place: str):
 
 def test_every_public_name_is_there():
     assert {"compile", "load", "reference", "pointwise", "product"} <= set(ecornn.__all__) <= set(dir(ecornn))
-    assert all(getattr(ecornn, name) is not None for name in ecornn.__all__)
-    assert ecornn.__version__ == version("ecornn")
+    assert all(getattr(ecornn, name) is not None for name in ecornn.__all__) and ecornn.__version__ == version("ecornn")
     assert ecornn.errors.ShapeError.__module__ == "ecornn.errors"
 
 

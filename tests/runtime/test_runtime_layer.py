@@ -63,8 +63,7 @@ def test_goes_on_where_the_last_call_stopped(layer: Layer):
     x = sample.inputs(9)
     _, state = layer(x[:4])
     kept = [s.copy() for s in state]
-    result = layer(x[4:], state)
-    agree(result, sample.expected(x[4:], WEIGHTS, kept))
+    agree(layer(x[4:], state), sample.expected(x[4:], WEIGHTS, kept))
     for before, now in zip(kept, state, strict=True):  # the caller's state is not written
         np.testing.assert_array_equal(before, now)
 
@@ -107,8 +106,7 @@ def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
 
 
 def test_the_workspace_is_kept(layer: Layer):
-    fresh = layer.module.bind(WEIGHTS)
-    places = set()
+    fresh, places = layer.module.bind(WEIGHTS), set()
     for steps in (9, 9, 2, 5, 9):
         fresh(sample.inputs(steps))
         places.add(sample.stat(layer.module.path, "workspace"))
@@ -136,13 +134,11 @@ def test_the_workspace_is_kept(layer: Layer):
     ({"out": np.zeros(6 * BATCH * H + 1, np.float32)[1:].reshape(6, BATCH, H)}, ArgumentError, "misaligned"),
     ({"out": np.frombuffer(bytes(6 * BATCH * H * 4), np.float32).reshape(6, BATCH, H)}, ArgumentError, "read-only"),
     ({"out": [0.0]}, ArgumentError, "out=<class 'list'>")])
-def test_bad_arguments_are_named_and_nothing_runs(layer: Layer, arguments: dict[str, Any], error: type[Exception],
-                                                  words: str):
+def test_bad_arguments_are_named_and_nothing_runs(layer, arguments, error, words):
     before = sample.stat(layer.module.path, "runs")
     with pytest.raises(error) as caught:
         layer(**({"x": sample.inputs()} | arguments))
-    assert words in str(caught.value)
-    assert sample.stat(layer.module.path, "runs") == before
+    assert words in str(caught.value) and sample.stat(layer.module.path, "runs") == before
 
 
 def test_out_must_not_be_memory_of_an_input(layer: Layer):
@@ -185,8 +181,7 @@ def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, 
         again, last = layer(x, state, out=out)
     states = [numpy(s) for s in state]
     assert {type(t) for t in (y, *state)} == {torch.Tensor if framework is torch.nn.Parameter else type(x)}
-    assert again is out
-    assert not any(getattr(t, "requires_grad", False) for t in (y, *state, *last))
+    assert again is out and not any(getattr(t, "requires_grad", False) for t in (y, *state, *last))
     agree((numpy(y), states), sample.expected(numpy(x), rounded), bits)
     agree((numpy(out), map(numpy, last)), sample.expected(numpy(x), rounded, states), bits)
     with pytest.raises(ArgumentError, match=r"state\[0\]"), torch.no_grad():
@@ -236,11 +231,9 @@ def test_results_for_frameworks_that_take_no_arrays_keep_their_memory(layer: Lay
 
 
 def test_memory_handed_to_another_framework_outlives_everything():
-    layer = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
-    held = len(dlpack._exports)
+    layer, held = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS), len(dlpack._exports)
     y, state = layer(tvm_ffi.from_dlpack(torch.from_numpy(sample.inputs(5))))
-    wanted = sample.expected(sample.inputs(5), WEIGHTS)
-    y = torch.from_dlpack(y)
+    wanted, y = sample.expected(sample.inputs(5), WEIGHTS), torch.from_dlpack(y)
     del layer, state
     np.zeros(1 << 16)  # would take the memory if it had been freed
     np.testing.assert_allclose(y.numpy(), wanted[0], rtol=2.0**-23)
@@ -382,8 +375,7 @@ def test_numpy_goes_by_copies_and_waits(module: Module):
     copies, waits = sample.stat(module.path, "copies"), sample.stat(module.path, "synchronized")
     y, state = layer(x)
     assert sample.stat(module.path, "copies") == copies + 4  # x to the device; y, h, c back
-    assert sample.stat(module.path, "synchronized") == waits + 1
-    assert sample.stat(module.path, "queue") == 0
+    assert sample.stat(module.path, "synchronized") == waits + 1 and sample.stat(module.path, "queue") == 0
     agree((y, state), sample.expected(x, WEIGHTS))
     again = layer(x, state, out=np.empty_like(y))[0]
     np.testing.assert_allclose(again, sample.expected(x, WEIGHTS, state)[0], rtol=2.0**-23)
@@ -418,8 +410,7 @@ def host(block: Block) -> np.ndarray:
 
 def test_device_arrays_are_not_copied(module: Module):
     layer = module.bind({name: on_device(module, value) for name, value in WEIGHTS.items()})
-    x = sample.inputs(7)
-    copies = sample.stat(module.path, "copies")
+    x, copies = sample.inputs(7), sample.stat(module.path, "copies")
     y, state = layer(on_device(module, x))
     y2, _ = layer(on_device(module, x), state)
     assert sample.stat(module.path, "copies") == copies

@@ -124,8 +124,7 @@ def test_every_float16_and_the_ends_of_ranges():
 
 
 @pytest.mark.parametrize("rounded", [None, "int8"])
-def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                           rounded: str | None):
+def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path, monkeypatch, rounded):
     """Where the module's kernel cannot pack, as 8-bit integers, they are copied to the host."""
     cell, schedule = get("gru"), all_schedules()["persistent"]
     task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16", rounded), resolve("sm_90a"))

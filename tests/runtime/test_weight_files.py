@@ -94,8 +94,7 @@ def test_sizes_must_agree_with_the_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("package", ["onnx", "safetensors"])
-def test_a_package_that_is_missing_is_named_before_anything_is_built(package: str, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch):
+def test_a_package_that_is_missing_is_named_before_anything_is_built(package, tmp_path, monkeypatch):
     model = tmp_path / "model.onnx"
     model.write_bytes(b"no model")
     monkeypatch.setitem(sys.modules, package, None)

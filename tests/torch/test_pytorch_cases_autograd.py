@@ -34,8 +34,7 @@ DEEP = {"num_layers": 2, "bidirectional": True}
 def test_rnn_retain_variables(name: str):
     """test_rnn_retain_variables: a graph that is kept gives the same gradients again; another is PyTorch's error."""
     _, ours, x = case(name)
-    y = ours(x.requires_grad_())[0].square().sum()
-    leaves = [x, *ours.parameters()]
+    y, leaves = ours(x.requires_grad_())[0].square().sum(), [x, *ours.parameters()]
     y.backward(retain_graph=True)
     first = [leaf.grad.clone() for leaf in leaves]
     for times in (2, 3):
@@ -163,8 +162,7 @@ def test_under_other_settings(name: str, settings: str):
 @of_both()
 def test_a_copy_in_the_middle_of_training(layer: Any, x: torch.Tensor):
     """A deep copy between forward and backward is a layer of its own: neither sees the other's weights."""
-    loss = layer(x)[0].square().sum()
-    other = copy.deepcopy(layer)
+    loss, other = layer(x)[0].square().sum(), copy.deepcopy(layer)
     with torch.no_grad():
         other.weight_hh_l0.mul_(0.5)
     loss.backward()
@@ -394,8 +392,7 @@ def test_quantize_dynamic(name: str):
         assert isinstance(model[0], getattr(ecornn.torch, name))
         ecornn.torch.restore(model)
         for found in (by_name, quantize_dynamic(model, {kind}, dtype=torch.qint8)):
-            assert type(found[0]) is type(wanted[0]) is not kind
-            assert torch.equal(flat(found(x))[0], flat(wanted(x))[0])
+            assert type(found[0]) is type(wanted[0]) is not kind and torch.equal(flat(found(x))[0], flat(wanted(x))[0])
 
 
 def test_per_sample_gradients():

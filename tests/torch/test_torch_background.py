@@ -206,8 +206,7 @@ def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):
 def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
     """Only the first of its kind is looked at, until its module is there, or somebody watches, or wants to wait."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
-    looked = []
-    kind = type(ours)
+    looked, kind = [], type(ours)
     long_way = kind._any_call
     monkeypatch.setattr(kind, "_any_call", lambda *given: (looked.append(1), long_way(*given))[1])
 
@@ -230,8 +229,7 @@ def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeyp
     assert not by_torch(lambda: ours(x))
 
 
-def test_a_pending_step_of_training_changes_weights_that_are_bound(compilers: Compilers,
-                                                                   monkeypatch: pytest.MonkeyPatch):
+def test_a_pending_step_of_training_changes_weights_that_are_bound(compilers, monkeypatch):
     """Fused optimizers leave no trace in tensors: layers without gradients, compiled before, must see their steps."""
     monkeypatch.setattr(snapshot.Sample, "holds", lambda _: True)  # as on a GPU, where no values are looked at
     monkeypatch.setattr(snapshot.Sample, "differs", lambda *_: False)
@@ -280,8 +278,7 @@ def test_transforms_and_graphs_have_the_operator(compilers: Compilers):
     _, ours = pair(torch.nn.GRU, 6, 7)
     x = torch.randn(3, 2, 6)
     torch.func.grad(lambda x: ours(x)[0].sum())(x)
-    program = torch.export.export(ours, (x,))
-    assert "ecornn.recurrent" in str(program.graph) and not compilers.asked
+    assert "ecornn.recurrent" in str(torch.export.export(ours, (x,)).graph) and not compilers.asked
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

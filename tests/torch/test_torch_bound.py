@@ -92,8 +92,7 @@ def x_of(batch: int = 2, device: Any = HERE, dtype: torch.dtype = torch.float32,
 
 
 def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
-    shapes = [(12, 3), (12, 4), (12,), (12,)][:len(kind.names)]
-    return [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    return [torch.zeros(shape, requires_grad=True) for shape in [(12, 3), (12, 4), (12,), (12,)][:len(kind.names)]]
 
 
 def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False, states: bool = True,
@@ -107,8 +106,7 @@ def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any
     first = call(layers, weights)
     assert call(layers, weights, again=True) is first and not first.packed  # bind has packed
     suspect(weights)  # a backward pass
-    assert call(layers, weights) is first
-    assert first.packed == [([w.data_ptr() for w in weights], "float32", 1)]
+    assert call(layers, weights) is first and first.packed == [([w.data_ptr() for w in weights], "float32", 1)]
     assert call(layers, weights) is first and len(first.packed) == 1
     with torch.no_grad():
         weights[1].add_(1)
@@ -259,8 +257,7 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
         assert not layers.serves(x_of(), (3, 2)) and layers.serves(x_of(), (300, 2))
     assert take(3) is long and take(4) is long and [job.spec.seq for job in asked] == [256, 4]
     asked[1].outcome = NotingModule()
-    assert take(3) is take(4) is not long and take(2) is long
-    assert layers.serves(x_of(), (3, 2)) and len(asked) == 2
+    assert take(3) is take(4) is not long and take(2) is long and layers.serves(x_of(), (3, 2)) and len(asked) == 2
 
 
 def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any, monkeypatch: pytest.MonkeyPatch):

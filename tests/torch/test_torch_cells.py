@@ -31,8 +31,7 @@ def test_small_steps_of_a_training_are_left_to_pytorch(monkeypatch: pytest.Monke
     monkeypatch.setattr(ecornn.torch.RNNCell, "least", B * H * (I + H) + 1)
     theirs, ours, x = case("RNNCell")
     nodes = [type(ours(x[:rows]).grad_fn).__name__ for rows in (B, 1)]
-    assert nodes == ["TanhBackward0"] * 2
-    assert "_Step" in type(ours(torch.randn(B + 1, I)).grad_fn).__name__
+    assert nodes == ["TanhBackward0"] * 2 and "_Step" in type(ours(torch.randn(B + 1, I)).grad_fn).__name__
     agree_in_gradients(ours, theirs, x)
     optimizer = torch.optim.SGD(ours.parameters(), 0.1, fused=True)  # which raises no version
     optimizer.step(lambda: ours(x).sum().backward())
@@ -221,8 +220,7 @@ def test_checkpoints_and_hooks_of_saved_tensors(reentrant: bool):
     theirs, ours = pair("LSTMCell")
     x = torch.randn(T, B, I, requires_grad=True)
     checkpoint(Loop(ours), x, use_reentrant=reentrant).square().sum().backward()
-    found = [x.grad, *(p.grad for p in ours.parameters())]
-    agree(found, gradients(Loop(theirs), x.double()), 2e-6)
+    agree([x.grad, *(p.grad for p in ours.parameters())], gradients(Loop(theirs), x.double()), 2e-6)
     with torch.autograd.graph.save_on_cpu():
         agree_in_gradients(Loop(ours), Loop(theirs), x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True).copy(), torch.from_numpy):
@@ -233,14 +231,12 @@ def test_checkpoints_and_hooks_of_saved_tensors(reentrant: bool):
 def test_torch_compile_has_a_cell_in_one_graph(name: str):
     theirs, ours = pair(name)
     x = torch.randn(T, B, I)
-    fast = torch.compile(Loop(ours), backend="aot_eager", fullgraph=True)
-    agree_in_gradients(fast, Loop(theirs), x)
+    agree_in_gradients(torch.compile(Loop(ours), backend="aot_eager", fullgraph=True), Loop(theirs), x)
 
 
 def test_functional_calls_and_transforms():
     theirs, ours = pair("GRUCell")
-    x = torch.randn(3, B, I)
-    others = {k: torch.randn_like(v) for k, v in ours.named_parameters()}
+    x, others = torch.randn(3, B, I), {k: torch.randn_like(v) for k, v in ours.named_parameters()}
 
     def loss(cell: Any, weights: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(cell, weights, (x,)).square().sum()
@@ -264,8 +260,7 @@ def test_replace_and_restore():
     assert str(model) == str(exact) and [*model.state_dict()] == [*state]
     for name in model:
         agree_in_gradients(Loop(model[name]), Loop(exact[name]), x)
-    assert ecornn.torch.replace(model).swapped == ()
-    assert ecornn.torch.restore(model) == ("plain", "own", "norm")
+    assert ecornn.torch.replace(model).swapped == () and ecornn.torch.restore(model) == ("plain", "own", "norm")
     assert [type(m).__name__ for m in model.values()] == [type(m).__name__ for m in exact.values()]
     assert type(model["plain"]) is torch.nn.LSTMCell and type(model["own"]) is Own
 
@@ -310,8 +305,7 @@ def test_what_does_not_fit_is_pytorchs_error(number: int):
 
 def test_what_is_not_compiled_is_pytorchs():
     ours = ecornn.torch.LSTMCell(I, H)
-    empty = ours(torch.zeros(0, I))
-    assert empty[0].shape == (0, H)
+    assert ours(torch.zeros(0, I))[0].shape == (0, H)
     with pytest.warns(UserWarning, match="forward derivatives"):
         torch.func.jvp(lambda x: ours(x)[0], (torch.randn(B, I),), (torch.randn(B, I),))
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):

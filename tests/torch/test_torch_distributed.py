@@ -156,8 +156,7 @@ def test_hooks_of_weights_have_a_stack_go_layer_by_layer():
     (again.sum() + other.square().sum()).backward()
     assert len(order) == 8 and all("_l1" in name and waits for name, waits in order[:4]), order
     close([p.grad for p in layer.parameters()], wanted, BACKWARD)
-    call = Call(T, B, "float32", "", "cpu", True, None)
-    assert [spec.workload.input for spec in specs(layer, call)] == [I, H]
+    assert [spec.workload.input for spec in specs(layer, Call(T, B, "float32", "", "cpu", True, None))] == [I, H]
 
 
 if __name__ == "__main__":

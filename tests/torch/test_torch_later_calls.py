@@ -52,8 +52,7 @@ def test_values(name: str, shape: tuple[int, ...], options: dict[str, Any], take
         exact = theirs(x.double(), *map(double, given))
         ours(x, *given), often(ours, x, *given), taken.clear()
         for kind, same in memories(x).items():
-            before = same.clone()
-            found = ours(same, *given)
+            before, found = same.clone(), ours(same, *given)
             agree(found, exact)
             for one, other in zip(flat(found), flat(exact), strict=True):
                 assert one.dtype == torch.float32 and one.is_contiguous() == other.is_contiguous(), kind
@@ -110,8 +109,7 @@ def test_attributes_weights_and_threads_that_change(taken: list[Any], one_thread
     agree(ours(x), theirs(x.double()))
     torch.set_num_threads(2)
     agree(often(ours, x), theirs(x.double()))
-    copied = copy.deepcopy(ours)
-    agree(often(copied, x), theirs(x.double()))
+    agree(often(copy.deepcopy(ours), x), theirs(x.double()))
     assert len({*taken}) >= 3
 
 
@@ -140,8 +138,7 @@ def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, bias: bool, taken
 
 @pytest.mark.parametrize("name", ["GRU", "GRUCell"])
 def test_who_watches_sees_the_operator(name: str, taken: list[Any]):
-    ours = getattr(ecornn.torch, name)(I, H)
-    x = torch.randn(3, I)
+    ours, x = getattr(ecornn.torch, name)(I, H), torch.randn(3, I)
     often(ours, x)
     taken.clear()
     with profile() as seen:
@@ -213,10 +210,8 @@ def test_memory_that_was_given_back(kind: str, gone: str):
                                          ("hidden_size", H + 1), ("input_size", I + 1)])
 def test_attributes_that_change(name: str, value: Any, taken: list[Any]):
     """A layer is what its attributes say now, or it says that its weights are not."""
-    layer = ecornn.torch.GRU(I, H, num_layers=2, bidirectional=True)
-    x = torch.randn(5, 4, I)
-    wanted = often(layer, x)
-    was = getattr(layer, name)
+    layer, x = ecornn.torch.GRU(I, H, num_layers=2, bidirectional=True), torch.randn(5, 4, I)
+    wanted, was = often(layer, x), getattr(layer, name)
     setattr(layer, name, value)
     with pytest.raises((WeightsError, ShapeError)):
         layer(x)
@@ -283,8 +278,7 @@ def test_a_frozen_weight_that_is_written_in_training_is_seen():
 def slices(weight: torch.Tensor) -> torch.Tensor:
     """The same values as a slice of a larger tensor."""
     room = torch.zeros([2 * size for size in weight.shape], dtype=weight.dtype)
-    found = room[tuple(slice(None, None, 2) for _ in weight.shape)]
-    return found.copy_(weight)
+    return room[tuple(slice(None, None, 2) for _ in weight.shape)].copy_(weight)
 
 
 def turned(weight: torch.Tensor) -> torch.Tensor:

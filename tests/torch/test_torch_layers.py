@@ -146,8 +146,7 @@ class Classifier(torch.nn.Module):
 
 
 def test_replace_swaps_what_it_can_and_says_what_it_could_not():
-    model = Classifier().eval()
-    x = torch.randn(T, B, I)
+    model, x = Classifier().eval(), torch.randn(T, B, I)
     with torch.no_grad():
         wanted = copy.deepcopy(model).double()(double(x))
         names, weight = list(model.state_dict()), model.first.weight_ih_l0
@@ -157,8 +156,7 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
         assert isinstance(model.first, ecornn.torch.LSTM) and model.again is model.second
         assert list(model.state_dict()) == names and model.first.weight_ih_l0 is weight
         agree(model(x), wanted)
-    assert ecornn.torch.replace(model).swapped == ()
-    assert ecornn.torch.replace(torch.nn.GRU(I, H)).swapped == ("GRU",)
+    assert ecornn.torch.replace(model).swapped == () and ecornn.torch.replace(torch.nn.GRU(I, H)).swapped == ("GRU",)
     assert "bfloat16" in ecornn.torch.replace(torch.nn.GRU(I, H).bfloat16()).kept["GRU"]
     assert ecornn.torch.replace(torch.nn.GRU(I, H).double()).swapped == ("GRU",)
 
@@ -312,8 +310,7 @@ def test_copies(layer: Any, how: str):
     assert isinstance(model.layer, kind)
     model(x).sum().backward()
     made = copied(model, how)
-    assert type(made.layer) is type(model.layer)
-    assert getattr(made.layer, weight) is not getattr(model.layer, weight)
+    assert type(made.layer) is type(model.layer) and getattr(made.layer, weight) is not getattr(model.layer, weight)
     assert kind is not Own or (made.layer.note == "kept" and made.layer.widths() == (I, H))
     with torch.no_grad():
         getattr(made.layer, weight).mul_(0.5)
@@ -365,8 +362,7 @@ def test_a_forward_that_goes_on_in_pytorchs_goes_on_in_ours(kind: Any, monkeypat
 @pytest.mark.parametrize("forward", [torch.nn.LSTM.forward, lambda self, x: torch.nn.LSTM.forward(self, x)])
 def test_a_forward_that_goes_elsewhere_is_left_alone(forward: Any):
     kind = type("Mine", (torch.nn.LSTM,), {"forward": forward})
-    left = ecornn.torch.replace(Model(kind(I, H))).kept
-    assert ("layer" in left) == (forward is not torch.nn.LSTM.forward)
+    assert ("layer" in ecornn.torch.replace(Model(kind(I, H))).kept) == (forward is not torch.nn.LSTM.forward)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -76,8 +76,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_what_is_prepared_is_what_first_calls_need(asked: list[str], capsys: Any, caplog: Any,
-                                                   monkeypatch: pytest.MonkeyPatch):
+def test_what_is_prepared_is_what_first_calls_need(asked, capsys, caplog, monkeypatch):
     monkeypatch.setattr(module_cache, "_told", [])
     model, x = Model().eval(), torch.randn(2, 3, 5)
     ecornn.torch.replace(model)
@@ -117,8 +116,7 @@ def test_a_forward_of_ones_own_is_left_to_its_first_call():
 
     layer = Own(5, 7)
     assert ecornn.torch.replace(layer).swapped == ("Own",)
-    assert ecornn.torch.prepare(layer, x=torch.randn(3, 2, 5), more=2) == 0
-    assert isinstance(layer, ecornn.torch.GRU)
+    assert ecornn.torch.prepare(layer, x=torch.randn(3, 2, 5), more=2) == 0 and isinstance(layer, ecornn.torch.GRU)
 
 
 def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.MonkeyPatch):
@@ -187,8 +185,7 @@ def test_layers_and_the_model_are_timed_and_stay_as_they_are(replaced: bool, fas
     if replaced:
         ecornn.torch.replace(model, keep="states")
     before, classes = copy.deepcopy(model.state_dict()), [type(one) for one in model.modules()]
-    random = torch.get_rng_state()
-    found = ecornn.torch.profile(model, x, times=3)
+    random, found = torch.get_rng_state(), ecornn.torch.profile(model, x, times=3)
     assert [(one.name, one.kind, one.calls) for one in found.layers] == [("encoder", "LSTM(6, 8)", 1),
                                                                         ("cell", "GRUCell(8, 5)", 3)]
     assert all(0 < time < 60 for one in (*found.layers, found.model) for time in (one.before, one.after))

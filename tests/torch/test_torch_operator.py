@@ -122,8 +122,7 @@ def test_a_training_step_counts_three_times_a_call(name: str, options: dict[str,
         x = torch.randn(T, B, I, dtype=layer.weight_hh_l0.dtype, requires_grad=True)
         start = [s.detach().requires_grad_() for s in flat(layer(x)[1])]
         hx = tuple(start) if len(start) > 1 else start[0]
-        rows = torch.nn.utils.rnn.pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
-        for given in (x, rows):
+        for given in (x, torch.nn.utils.rnn.pack_padded_sequence(x, LENGTHS, enforce_sorted=False)):
             forward, found = counted(layer, given, hx)
             backward, _ = counted(sum(t.sum() for t in flat(found)).backward)  # type: ignore[union-attr]
             assert backward == 2 * forward > 0
@@ -160,8 +159,7 @@ def test_vmap(name: str):
 
 def test_vmap_over_models():
     """An ensemble: torch.nn's own layers have no batching rule."""
-    many = [pair("LSTM") for _ in range(3)]
-    x = torch.randn(T, B, I)
+    many, x = [pair("LSTM") for _ in range(3)], torch.randn(T, B, I)
     weights, buffers = stack_module_state([ours for _, ours in many])
     with torch.no_grad():
         found = vmap(lambda w, b: functional_call(many[0][1], (w, b), (x,))[0])(weights, buffers)
@@ -179,8 +177,7 @@ def test_forward_derivatives_are_pytorchs(no_grad: bool):
         wanted = jvp(lambda x: theirs(x)[0], (double(x),), (double(tangent),))
         agree(jvp(lambda x: ours(x)[0], (x,), (tangent,)), wanted)
         with forward_ad.dual_level():
-            found = forward_ad.unpack_dual(ours(forward_ad.make_dual(x, tangent))[0])
-            agree(found, wanted)
+            agree(forward_ad.unpack_dual(ours(forward_ad.make_dual(x, tangent))[0]), wanted)
         agree(jacfwd(lambda x: ours(x)[0])(x), jacfwd(lambda x: theirs(x)[0])(double(x)))
         with pytest.warns(UserWarning, match="own layer runs: forward derivatives are asked for$"):
             jvp(lambda x: ours.eval()(x)[0], (x,), (tangent,))

@@ -125,8 +125,7 @@ def test_a_cell_is_of_any_size_and_has_the_modules_names():
     assert cell.name == "mine" and cell.states == ("h",)
     assert cell.parameters(5, 8) == {"x_weight": (2, 8, 5), "x_bias": (2, 8), "f_weight": (1, 8, 8),
                                      "n_weight": (1, 8, 8)}
-    other = ecornn.torch.cell(MGU(4, 3), name="mine")
-    assert other.identity().partition("@")[2] == cell.identity().partition("@")[2]
+    assert ecornn.torch.cell(MGU(4, 3), name="mine").identity().partition("@")[2] == cell.identity().partition("@")[2]
     joint = ecornn.torch.cell(Joint(I, H), input_size=I, hidden_size=H)
     weights, whole = joint.weights(layer=2), dict(joint.traced.step.named_parameters())["gates.0.weight"]
     torch.testing.assert_close(torch.cat([weights["gates_0_weight_0_l2"], weights["gates_0_weight_1_l2"]], 1), whole)

@@ -317,8 +317,7 @@ def test_operators_are_pytorchs(monkeypatch: pytest.MonkeyPatch):
         x, *states = (0.05 + 0.9 * torch.rand(1, 4, 16, generator=generator, dtype=torch.float64)
                       for _ in range(1 + len(names)))
         cell = cell_of_operators(names)
-        weights = ecornn.derive(cell, {}, 16, 16)
-        _, last = ecornn.reference(cell, x.numpy(), weights, [h[0].numpy() for h in states])
+        _, last = ecornn.reference(cell, x.numpy(), ecornn.derive(cell, {}, 16, 16), [h[0].numpy() for h in states])
         # numbers of a step are float32: a part in 1.7e7 of values near 1, also where terms cancel
         for name, found, h in zip(names, last, states, strict=True):
             np.testing.assert_allclose(found, OPERATORS[name](x[0], h[0]), rtol=1e-6, atol=1e-7, err_msg=name)

@@ -86,8 +86,7 @@ def test_transforms():
         wanted = {name: w.detach().requires_grad_() for name, w in theirs.named_parameters()}
         return dict(zip(wanted, torch.autograd.grad(loss(theirs, wanted, x.double()), [*wanted.values()]), strict=True))
 
-    each = [exact(x) for x in xs]
-    one = grad(lambda w: loss(ours, w, xs[0]))(weights)
+    each, one = [exact(x) for x in xs], grad(lambda w: loss(ours, w, xs[0]))(weights)
     samples = vmap(grad(lambda w, x: loss(ours, w, x)), in_dims=(None, 0))(weights, xs)
     added = grad(lambda w: vmap(lambda x: loss(ours, w, x))(xs).sum())(weights)
     for name in weights:
@@ -147,8 +146,7 @@ def test_500_steps_stay_with_torch_nn():
     first = worst = 0.0
     for number in range(500):
         x = torch.randn(steps, batch, 2)
-        wanted = x.cumsum(0) / torch.arange(1, steps + 1)[:, None, None]
-        found = []
+        wanted, found = x.cumsum(0) / torch.arange(1, steps + 1)[:, None, None], []
         for (layer, last), optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(last(layer(x)[0]), wanted)

@@ -200,8 +200,7 @@ def test_relative_error_never_passes_what_is_not_a_number():
     assert relative_error(expected * (1 + 1e-6), expected) == pytest.approx(1e-6, rel=1e-3)
     poisoned = expected.copy()
     poisoned[0, 0] = np.nan
-    assert relative_error(poisoned, expected) == np.inf
-    assert relative_error(expected[:1], expected) == np.inf
+    assert relative_error(poisoned, expected) == np.inf and relative_error(expected[:1], expected) == np.inf
 
 
 @dataclass
@@ -296,8 +295,7 @@ def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, 
 def test_a_cell_is_named_so_that_another_process_finds_it():
     assert spec_of(BUILTIN["gru"]) == "gru" and load_cell("gru") is BUILTIN["gru"]
     spec = spec_of(Scaled())
-    assert spec == f"{Path(__file__).resolve()}:Scaled"
-    assert load_cell(spec).identity() == Scaled().identity()
+    assert spec == f"{Path(__file__).resolve()}:Scaled" and load_cell(spec).identity() == Scaled().identity()
     assert load_cell(f"{__name__}:Scaled").name == "scaled"
 
     class Local(Scaled):

@@ -112,8 +112,7 @@ def test_a_record_of_one_entry_says_nothing_of_the_other():
 def test_a_recurrence_alone_has_no_c_interface():
     """It is no layer, though its program has an entry of the usual name. Its tables say so, and how it packs."""
     workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
-    task = make_task(get("lstm"), workload, H100)
-    schedule = all_schedules()["persistent"]
+    task, schedule = make_task(get("lstm"), workload, H100), all_schedules()["persistent"]
     program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
     manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
     assert c_tables.tables(manifest, program.entries).startswith(bytes(8) + b"\2")
@@ -180,8 +179,7 @@ def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, c
     again = search_tables.search(pretended, wanted, log, 3, 60.0, 2)
     assert all(r.fresh == 0 for r in again.values())
     late = search_tables.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
-    assert late == {} and "not begun" in search_tables.report(wanted, late)
-    assert "default" in capsys.readouterr().out
+    assert late == {} and "not begun" in search_tables.report(wanted, late) and "default" in capsys.readouterr().out
 
 
 def test_workers_say_what_this_process_would(tmp_path: Path):
@@ -248,8 +246,7 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
                 there.ask(1)
 
 
-def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended,
-                                                      capsys: pytest.CaptureFixture[str]):
+def test_given_candidates_cost_this_process_no_search(tmp_path, monkeypatch, pretended, capsys):
     """The defaults are those that a search here would find, and are looked for elsewhere."""
     task = make_task(get("lstm"), WORK, H100)
     preferred = serving_or_raise(task)[0]

@@ -85,15 +85,12 @@ def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path, short_if_endl
         processes = [w.process.pid for w in measure.pool.workers if w.process]
     assert processes
     trials = {(t.config["behaviour"], t.config["a"]): t for t in read(tuner.journal.path).trials()}
-    assert len(trials) == len(batch)
-    assert trials["ok", 0].times and trials["ok", 5].times
+    assert len(trials) == len(batch) and trials["ok", 0].times and trials["ok", 5].times
     assert trials["hang", 1].error == "run: took longer than 2 s and was stopped"
     assert "SIGSEGV" in trials["crash", 1].error and trials["crash", 1].error.startswith("run: ")
-    assert "wrong output" in trials["wrong", 1].error
-    assert "ILLEGAL_ADDRESS" in trials["raise", 1].error
+    assert "wrong output" in trials["wrong", 1].error and "ILLEGAL_ADDRESS" in trials["raise", 1].error
     assert trials["slow_build", 1].error == "build: took longer than 2 s and was stopped"
-    assert trials["bad_build", 1].error == "build: BuildError: ptxas is not amused"
-    assert tuner.best == candidate("ok", 5)
+    assert trials["bad_build", 1].error == "build: BuildError: ptxas is not amused" and tuner.best == candidate("ok", 5)
     for pid in processes:  # nothing is left behind
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -106,8 +103,7 @@ def test_equal_code_is_measured_once():
         measure.modules.clear()  # built again, to the same digest
         again = outcomes(measure, [twin])
         runs = measure.answers.with_name("measured").read_text().split()
-    assert first == again and first[twin].times is not None
-    assert runs == ["ok"]
+    assert first == again and first[twin].times is not None and runs == ["ok"]
 
 
 def test_code_that_the_log_has_is_not_measured_again(tmp_path):
@@ -115,8 +111,7 @@ def test_code_that_the_log_has_is_not_measured_again(tmp_path):
     with evaluator() as measure:
         _, first = recorded(measure, path, batch)
     with evaluator(earlier=Journal.open(path, "x", True).search) as measure:
-        assert outcomes(measure, batch) == first
-        assert not measure.answers.with_name("measured").exists()
+        assert outcomes(measure, batch) == first and not measure.answers.with_name("measured").exists()
 
 
 def test_a_whole_run_in_processes_finds_a_good_candidate(tmp_path):
@@ -127,8 +122,7 @@ def test_a_whole_run_in_processes_finds_a_good_candidate(tmp_path):
     kinds = Counter(type(line.record).__name__ for line in log.lines)
     assert kinds["Start"] == kinds["Finish"] == 1 and not log.problems
     assert sum(t.stage == "search" for t in log.trials()) == finish.trials == 40
-    assert finish.reason == "trials" and finish.best_us <= 2.0
-    assert finish.default_us == cost({"a": 0, "b": 0})
+    assert finish.reason == "trials" and finish.best_us <= 2.0 and finish.default_us == cost({"a": 0, "b": 0})
 
 
 def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
@@ -188,8 +182,7 @@ def test_where_nothing_can_be_measured_any_more_no_finalist_is_blamed(monkeypatc
     lost = Mock(side_effect=WorkerError("the server was lost 3 times", lost=False))
     both = [candidate("ok", 5), candidate("ok", 4)]
     with evaluator(limit=600.0) as measure:
-        assert all(outcome.times for outcome in outcomes(measure, both).values())
-        assert len(measure.compare(both)) == 2
+        assert all(outcome.times for outcome in outcomes(measure, both).values()) and len(measure.compare(both)) == 2
         monkeypatch.setattr(measure, "measure", lost)
         assert measure.compare(both) == []
 
@@ -303,8 +296,7 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
         assert caught.value.lost
         with pytest.raises(WorkerError, match="no_such") as caught:
             worker.call("no_such:thing", None, int, LIMIT)
-        assert not caught.value.lost
-        assert worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
+        assert not caught.value.lost and worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
         monkeypatch.setattr(worker, "read", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             worker.call("tune_fakes:nap", 0.01, bool, LIMIT)

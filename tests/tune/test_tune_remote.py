@@ -103,8 +103,7 @@ def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tra
                               report=report)
         assert len(session.pool.measurers) == 2 and not session.pool.local
     trials = [t for t in read(path).trials() if t.stage == "search"]
-    assert killed and len(trials) == 8 and not result.failures
-    assert all(t.times and t.check <= 1e-5 for t in trials)
+    assert killed and len(trials) == 8 and not result.failures and all(t.times and t.check <= 1e-5 for t in trials)
     assert result.finish.reason == "trials" and result.best is not None
 
 
@@ -118,8 +117,7 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         said = run("tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
                    "--tracker", tracker, "--key", tracker.key, "--output", output)
         trials = read(output).trials()
-        assert "best: cpu_sequence" in said and len(trials) >= 3
-        assert f"--target {trials[0].device.arch} -o" in said  # the server's
+        assert "best: cpu_sequence" in said and len(trials) >= 3 and f"--target {trials[0].device.arch} -o" in said
         below = psutil.Process(server.pid).children(recursive=True)
         assert below
         server.kill()  # alone: the processes that it started notice
@@ -164,8 +162,7 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
 @pytest.mark.slow
 def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
     with servers(tracker, 1) as (server,):
-        listening = the_child_of(psutil.Process(server.pid))
-        session = remote._request(tracker)
+        listening, session = the_child_of(psutil.Process(server.pid)), remote._request(tracker)
         with pytest.raises(AttributeError):  # of an older server
             session.get_function(WARM + "er")
         serving = the_child_of(listening)
@@ -261,8 +258,7 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
         with pytest.raises(DeviceError, match=wanted):
             here.describe("cpu")
         if "server" not in kind:
-            said = run("serve", "--target", "cpu", "--tracker", here, code=2)
-            assert "the address of a running tracker" in said
+            assert "the address of a running tracker" in run("serve", "--target", "cpu", "--tracker", here, code=2)
         listening.shutdown(socket.SHUT_RDWR)
     for connection in open_:
         connection.close()

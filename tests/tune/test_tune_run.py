@@ -113,8 +113,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(path):
         searched(path, WIDE, first, Settings(30, 0))
     assert len(read(path).trials()) == 13 and not any(isinstance(line.record, Finish) for line in read(path).lines)
     tuner, finish = searched(path, WIDE, second, Settings(30, 0))
-    assert finish.trials == 30 and len(second.seen) == 17
-    assert not set(first.seen) & set(second.seen)
+    assert finish.trials == 30 and len(second.seen) == 17 and not set(first.seen) & set(second.seen)
     assert tuner.journal.finished(30, None) and not tuner.journal.finished(31, None)
     assert sum(isinstance(line.record, Start) for line in read(path).lines) == 1
     searched(path, WIDE, third, Settings(36, 0))  # more trials: goes on from there
@@ -133,8 +132,7 @@ def test_a_search_that_finds_nothing_better_stops_early_and_says_so(path):
     tuner, finish = searched(path, WIDE, flat, Settings(300, 0, early_stop=True))
     assert finish.reason == "converged" and stop_after() == 59
     # where one in twenty trials is a gain, a run of failures that stops is one in twenty at most
-    assert (1 - RATE) ** 59 <= 1 - CONFIDENCE < (1 - RATE) ** 58
-    assert finish.trials == len(flat.seen) == 4 + 59
+    assert (1 - RATE) ** 59 <= 1 - CONFIDENCE < (1 - RATE) ** 58 and finish.trials == len(flat.seen) == 4 + 59
     assert tuner.journal.finished(300, None, early_stop=True) and not tuner.journal.finished(300, None)
     _, finish = searched(path, WIDE, again, Settings(80, 0))  # and goes on where asked to
     assert finish.reason == "trials" and len(again.seen) == 80 - 63
@@ -191,8 +189,7 @@ def test_given_configurations_are_tried_and_no_others(path):
 def test_a_space_that_is_used_up_ends_the_run(path):
     tuner, finish = searched(path, Fake(), Instant(), Settings(500, 0))
     assert (finish.reason, finish.trials) == ("space", len(list(tuner.space.listing())))
-    assert finish.best.config == {"a": 5, "b": 2, "behaviour": "ok"}
-    assert tuner.journal.finished(500, None)
+    assert finish.best.config == {"a": 5, "b": 2, "behaviour": "ok"} and tuner.journal.finished(500, None)
 
 
 def test_the_time_limit_counts_earlier_sessions(path, clock):
@@ -236,20 +233,17 @@ def test_all_of_a_run_is_within_the_time_limit(path, tmp_path, clock):
 
     slow, limit = Slow(pause=lambda: clock.sleep(0.05)), 1.2
     tuner, finish = searched(path, Fake(), slow, Settings(500, 0, time_limit=limit))
-    assert finish.reason == "time" and finish.trials > 3
-    assert 0.5 * RESERVED * limit < left[0] <= RESERVED * limit
+    assert finish.reason == "time" and finish.trials > 3 and 0.5 * RESERVED * limit < left[0] <= RESERVED * limit
     assert finish.seconds == pytest.approx(limit, abs=0.06)
     assert tuner.journal.finished(500, limit) and not tuner.journal.finished(500, 2 * limit)
-    began = clock.now - 10
-    _, finish = searched(tmp_path / "b.jsonl", Fake(), slow, Settings(500, 0, time_limit=5, started=began))
+    _, finish = searched(tmp_path / "b.jsonl", Fake(), slow, Settings(500, 0, time_limit=5, started=clock.now - 10))
     assert (finish.reason, finish.trials) == ("time", 1) and finish.best and finish.seconds >= 10
 
 
 def test_the_gain_is_taken_from_the_final_comparison(path):
     _, finish = searched(path, Fake(), Instant(), Settings(40, 0))
     finals = [t for t in read(path).trials() if t.stage == "final"]
-    assert len(finals) == 4
-    assert finish.best_us == min(t.times.median for t in finals)
+    assert len(finals) == 4 and finish.best_us == min(t.times.median for t in finals)
     assert finish.default_us == cost({"a": 0, "b": 0}) + 0.25
 
 
@@ -326,20 +320,17 @@ def test_once_the_time_is_over_each_has_the_fewest_samples():
 
 def test_short_runs_are_timed_several_at_once_and_reported_one_by_one():
     times, order = contest(1e-4)
-    assert len(order) == 2 + 20 * len(times[0])
-    assert all(abs(t - 1e-4) < 1e-9 for t in times[0])
+    assert len(order) == 2 + 20 * len(times[0]) and all(abs(t - 1e-4) < 1e-9 for t in times[0])
 
 
 def test_a_hopeless_candidate_is_timed_once():
     times, order = contest(4.0, 1.0, bound=1.0)
-    assert times[0] == [4.0] and order.count("0") == 1
-    assert times[1] == [1.0] * 3 and order.count("1") == 4
+    assert times[0] == [4.0] and order.count("0") == 1 and times[1] == [1.0] * 3 and order.count("1") == 4
 
 
 def test_a_device_that_does_not_hold_still_is_asked_more_often_and_found_out():
     (steady, noisy), _ = contest(0.02, 0.02, second=Noisy)
-    assert settled(steady) and not settled(noisy)
-    assert len(steady) == EARLY and len(noisy) == LONGER * int(SPAN / 0.02)
+    assert settled(steady) and not settled(noisy) and len(steady) == EARLY and len(noisy) == LONGER * int(SPAN / 0.02)
 
 
 def test_a_candidate_that_is_behind_gets_the_fewest_samples():
@@ -352,8 +343,7 @@ def test_the_interval_of_the_median_is_that_of_order_statistics(times):
     ordered, n = sorted(times), len(times)
     reach = NormalDist().inv_cdf(0.975) * n ** 0.5 / 2
     low, high = ordered[max(0, math.floor((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
-    assert bounds(times) == (low, high)
-    assert interval(times) == pytest.approx((high - low) / 2 / median(times))
+    assert bounds(times) == (low, high) and interval(times) == pytest.approx((high - low) / 2 / median(times))
 
 
 def test_a_twentieth_of_medians_lies_outside_the_interval():

@@ -68,8 +68,7 @@ def test_defaults_come_first_and_nothing_is_proposed_twice():
         seen += batch
         for candidate in batch:
             search.tell(candidate, cost(candidate.config))
-    assert seen[:2] == space.defaults()
-    assert len(seen) == len(set(seen)) and set(seen) == set(space.listing())
+    assert seen[:2] == space.defaults() and len(seen) == len(set(seen)) and set(seen) == set(space.listing())
 
 
 def test_the_model_beats_random_search_in_a_large_space():
@@ -92,8 +91,7 @@ def test_failures_rank_below_everything():
     model, rows = CostModel(), [{"s.k": float(i)} for i in range(12)]
     for i, row in enumerate(rows):
         model.add("", row, None if i < 6 else 100.0 - i)
-    assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0
-    assert model.fit()
+    assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0 and model.fit()
     scores = model.score(model.table(rows))
     assert max(scores[:6]) < min(scores[6:])
 
@@ -233,8 +231,7 @@ def test_neighbours_are_all_single_changes_that_fit_each_as_often(start, whole):
     changed = [{**start, knob.name: value} for knob in schedule.knobs(TASK) for value in knob.values]
     expected = {Candidate.of("fake", c) for c in changed if c != start and schedule.check(TASK, c) is None}
     seen = Counter(space.neighbour(Candidate.of("fake", start), rng) for _ in range(200 * len(expected)))
-    assert set(seen) == expected and len(expected) > 2
-    assert all(140 < times < 260 for times in seen.values())
+    assert set(seen) == expected and len(expected) > 2 and all(140 < times < 260 for times in seen.values())
 
 
 def test_too_many_combinations_are_sampled(monkeypatch):
@@ -268,14 +265,11 @@ def test_few_calls_of_check_settle_the_space_of_an_h100():
             calls += 1
             return super().check(task, config)
 
-    work = Workload("lstm", 800, 800, 20, 300, "bfloat16")
-    counted = Counted()
+    work, counted = Workload("lstm", 800, 800, 20, 300, "bfloat16"), Counted()
     task = make_task(get("lstm"), work, KNOWN["sm_90a"])
     counted.serves(task)
-    calls = 0
-    space = ConfigSpace(task, [counted])
-    assert space.combinations() > 400_000 and len(space) > 5000 and calls <= 150_000
-    assert "persistent" in space.whole
+    calls, space = 0, ConfigSpace(task, [counted])
+    assert space.combinations() > 400_000 and len(space) > 5000 and calls <= 150_000 and "persistent" in space.whole
 
 
 def test_a_knob_that_a_task_has_not_may_be_asked_for():

@@ -49,8 +49,7 @@ def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_t
                  trial(3.0, a=3, run="wide-1", workload=wide), trial(4.0, a=4, run="mine-1"),
                  trial(5.0, a=5, run="arch-1", device=msgspec.structs.replace(DEVICE, arch="skylake")),
                  trial(6.0, a=99, run="old-1"), trial(7.0, a=6, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
-    model = CostModel()
-    mine = Journal(log.lines[0].path, "mine-1")
+    model, mine = CostModel(), Journal(log.lines[0].path, "mine-1")
     assert warm(model, get("lstm"), TASK, SCHEDULES, log, mine) == len(model) == 3
     assert sorted(us for times in model.times.values() for us in times) == [1.0, 2.0, 3.0]
     assert len(model.rows) == 3  # times are compared within a run
@@ -91,8 +90,7 @@ def test_a_schedule_is_asked_whether_it_serves_where_no_trial_of_it_as_it_is_say
 def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
     """Best of 24 trials with a neighbour's records against 96 without; five seeds."""
     space = ConfigSpace(make(), [LARGE])
-    teacher = spend(space, 99, 96)
-    neighbour = Workload("lstm", 16, 8, 4, 10)
+    teacher, neighbour = spend(space, 99, 96), Workload("lstm", 16, 8, 4, 10)
     records = [trial(5 * us, config=c.config, workload=neighbour, run="near-1") for c, us in teacher.tried.items()]
     log = Log([Line(Path("user/log.jsonl"), n, r) for n, r in enumerate(records, 1)])
     warmed, cold = [], []
@@ -108,8 +106,7 @@ def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
                 search.tell(candidate, cost(candidate.config))
         warmed.append(min(us for us in search.tried.values() if us is not None))
         cold.append(min(us for us in spend(space, seed, 96).tried.values() if us is not None))
-    assert statistics.median(warmed) <= statistics.median(cold) * 1.05
-    assert Times.of(warmed).median < 2.0
+    assert statistics.median(warmed) <= statistics.median(cold) * 1.05 and Times.of(warmed).median < 2.0
 
 
 def test_other_cells_teach_where_slow_configurations_were_measured_too():
@@ -182,15 +179,13 @@ def test_a_cell_of_the_same_products_lends_its_records(cell: str, lender: str | 
     if lender is None:
         assert found is None
     else:
-        assert found is not None and found[0] == lender
-        assert [t.workload for t in found[1].trials()] == [task.workload]
+        assert found is not None and found[0] == lender and [t.workload for t in found[1].trials()] == [task.workload]
 
 
 def test_its_own_records_go_before_and_other_sizes_say_nothing():
     task = task_of("lstm(peepholes)")
     assert lent(task, log_of(of("lstm", a=1), of("lstm(peepholes)", 9.0, a=2))) is None
-    assert lent(task_of("lstm(peepholes)", hidden=16), log_of(of("lstm", a=1))) is None
-    assert lent(task, Log()) is None
+    assert lent(task_of("lstm(peepholes)", hidden=16), log_of(of("lstm", a=1))) is None and lent(task, Log()) is None
     failed = of("lstm(peepholes)", a=2, times=None, error="build: no")
     assert lent(task, log_of(of("lstm", a=1), failed)) is not None, "a failure is nothing to use"
 
