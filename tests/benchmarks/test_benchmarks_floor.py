@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import why_above_floor
 from cuda_on_cpu import Emulated, inputs
-from limits import limit, relative
+from exact import limit, relative
 from measured_rows import Summary, of_bench, read
 from msgspec import structs, to_builtins
 from rooms import ROOT

@@ -7,7 +7,7 @@ import numpy as np
 import step_cells
 from cpu_training_sample import Call
 from cuda_on_cpu import DTYPES, Emulated
-from emulated_training import train_call
+from emulated import train_call
 
 from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_layers import Drawn
-from emulated import check_numbers, known_by_name, training_program
-from emulated_training import check
+from emulated import check, check_numbers, known_by_name, training_program
 from exact import ALL_CELLS
 from msgspec import structs
 from other_cells import INPUTS, MAXIMA, OUTPUTS

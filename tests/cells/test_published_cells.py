@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from cpu_training_sample import Call
 from cuda_on_cpu import Emulated
-from emulated import TINY
-from emulated_training import check
+from emulated import TINY, check
 from published import CELLS
 from published.base import Published
 from test_backward_emulated import LIMITS, Step

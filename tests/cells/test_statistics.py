@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import step_cells
 from emulated import SHAPES, check_numbers, task_of
-from exact import expected, in_float64, of_stack
-from limits import Wanted
+from exact import Wanted, expected, in_float64, of_stack
 from step_cells import Formula, normal, run_analysed
 from test_cpu_weights import needs_vnni
 from tvm import te

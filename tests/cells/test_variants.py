@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
-from limits import relative as error
+from exact import relative as error
 from msgspec.structs import replace
 from step_cells import normal, run_analysed, sigmoid
 

@@ -4,7 +4,7 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_sample import ALL_GATES, Sample, rows_that_fit
-from limits import relative as error
+from exact import relative as error
 from numpy_packing import pack
 from pairwise import halved
 from rooms import ROOT

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_training_sample import LIMITS, Layer, build, compare, reference
-from limits import relative
+from exact import relative
 from pairwise import Pair, Row, pairs_of, pairwise
 from test_adjoint import ALL, OF_STEP, H, adjoint_of, width
 

@@ -7,9 +7,9 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_sample import rows_that_fit
+from exact import relative as error
 from hypothesis import given
 from hypothesis import strategies as st
-from limits import relative as error
 from numpy_packing import pack
 from pairwise import halved
 from step_cells import Chain, Peephole, run

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_sample import rows_that_fit
-from limits import relative as error
+from exact import relative as error
 
 import ecornn
 from ecornn.errors import ArgumentError, DTypeError, ShapeError

@@ -21,7 +21,7 @@ import pytest
 import step_cells
 from cuda_on_cpu import Emulated, Fault, compiled, inputs
 from emulated import task_of
-from limits import Wanted, relative
+from exact import Wanted, relative
 from msgspec.structs import replace
 from step_cells import Thrice
 from test_backward_recurrence_emulated import check_recurrence

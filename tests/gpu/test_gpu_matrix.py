@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import step_cells
 import torch
-from exact import expected, of_stack
-from limits import Wanted, limit, relative
+from exact import Wanted, expected, limit, of_stack, relative
 
 import ecornn
 from ecornn.cells import BUILTIN

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from column_gradients import errors_of
-from exact import of_stack
-from limits import Wanted, relative
+from exact import Wanted, of_stack, relative
 from torch.nn.utils.rnn import pack_sequence
 
 import ecornn

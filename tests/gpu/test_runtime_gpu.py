@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from limits import relative
+from exact import relative
 
 import ecornn
 import ecornn.torch

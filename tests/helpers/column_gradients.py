@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from limits import relative
+from exact import relative
 
 import ecornn
 

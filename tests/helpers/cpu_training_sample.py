@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from cpu_sample import carry_out
-from limits import relative
+from exact import relative
 from msgspec import structs
 from tape import Call, train
 from test_adjoint import cell_of, formula

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from limits import relative
+from exact import relative
 from random_statements import COMPARED, GUARDED, OF_TWO, SMOOTH, STEPPED, Drawing, Expression
 from tape import Call, train
 from tvm import te, tirx

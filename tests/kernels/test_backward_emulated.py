@@ -9,9 +9,8 @@ import pytest
 import test_adjoint
 from cpu_training_sample import Call, reference
 from cuda_on_cpu import DTYPES, Emulated
-from emulated import TINY, masks_of, task_of, training_program
-from emulated_training import check as compare
-from emulated_training import train_call
+from emulated import TINY, masks_of, task_of, train_call, training_program
+from emulated import check as compare
 from exact import ALL_CELLS, unmarked
 from msgspec import structs
 from test_adjoint import ALL, H, cell_of, width
@@ -77,7 +76,7 @@ class Step:
                     masks.get("lengths"), masks.get("resets"), table)
 
     def run(self, call: Call, add: bool = True, apart: bool = False) -> dict[str, np.ndarray]:
-        """What both entries make, see :func:`~emulated_training.train`."""
+        """What both entries make, see :func:`~emulated.train`."""
         return train_call(self.emulated, list(self.task.graph.states), call, add=add, apart=apart)
 
 

@@ -9,8 +9,7 @@ import pytest
 from backward_passes import Sample, draw, laid, lowered, recur
 from cuda_on_cpu import Emulated
 from emulated import masks_of, task_of
-from exact import ALL_CELLS
-from limits import limit, relative, stored
+from exact import ALL_CELLS, limit, relative, stored
 from msgspec.structs import replace
 from numpy_packing import tf32
 from test_adjoint import ALL, cell_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cuda_on_cpu import Emulated, Fault, inputs
 from emulated import check_numbers, known_by_name, task_of
-from limits import relative
+from exact import relative
 from msgspec.structs import replace
 from published.heads import BlockGRU
 from smaller_matrices import BlockRNN

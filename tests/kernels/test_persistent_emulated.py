@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, known_by_name, task_of
-from limits import relative
+from exact import relative
 from msgspec.structs import replace
 from step_cells import Shared, Thrice
 

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, in_integers, rounded_weights, task_of
-from exact import in_float64
-from limits import relative
+from exact import in_float64, relative
 from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
 

@@ -10,8 +10,7 @@ import pytest
 from cuda_on_cpu import Emulated, Memory, inputs
 from cuda_sample import child
 from emulated import TINY, task_of
-from exact import ALL_CELLS, of_stack
-from limits import Wanted
+from exact import ALL_CELLS, Wanted, of_stack
 from msgspec.structs import replace
 
 from ecornn import host_gpu

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from cpu_training_sample import Call, Layer, reference
 from cuda_on_cpu import DTYPES, Emulated
-from emulated import TINY, check_numbers, task_of, training_program
-from emulated_training import check, train, train_call
+from emulated import TINY, check, check_numbers, task_of, train, train_call, training_program
 from exact import ALL_CELLS, unmarked
 from msgspec.structs import replace
 from pairwise import seeds

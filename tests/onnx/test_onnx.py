@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from limits import relative
+from exact import relative
 from onnx import TensorProto, helper, numpy_helper
 from onnx.backend.base import Backend, BackendRep
 from onnxruntime_sample import session, value
