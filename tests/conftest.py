@@ -118,7 +118,6 @@ def start() -> Iterator[Start]:
     """Starts processes, as ``subprocess.Popen``, to which signals do what they do by default, also where the suite is
     started with some of them ignored, as by ``nohup``. With the test they end, and all that they started."""
     mark, made = f"ECORNN_TEST_STARTED_{secrets.token_hex(8)}", list["subprocess.Popen[Any]"]()
-
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
         options["env"] = {**(options.get("env") or os.environ), mark: "1"}
         ignored = [s for s in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_IGN]
@@ -170,7 +169,6 @@ def same_as_file(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         if request.config.getoption("--renew"):
             file.write_text(text)
         assert text == file.read_text()
-
     return hold
 
 

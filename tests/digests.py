@@ -186,7 +186,6 @@ def program_of(layer: Layer) -> Program:
     dtype, precision = ("float32", "tf32") if layer.dtype == "tf32" else (layer.dtype, None)
     cell, device = cell_of(layer), DEVICES[layer.device]
     whole = Workload(layer.cell, H, I, B, T, dtype, layer.weights, precision)
-
     def chosen(task: Any) -> Any:
         schedule = layer.schedule or serving_or_raise(task)[0].name
         return choose(task, schedule, dict(layer.config), Log([]))
@@ -235,12 +234,10 @@ def structure_of(code: str) -> str:
     words = re.sub(r'"[^"\n]*"|//.*', "", code)
     called = set(re.findall(r"([A-Za-z_]\w+)(?:\(|<(?! ))", words)) | set(re.findall(r"(\w+)\s+\w+\s*[=;,)]", words))
     numbers: dict[str, str] = {}
-
     def token(m: re.Match[str]) -> str:
         if m[0] in "}@":
             numbers.clear()
         return m[0] if m[0][0] in '"/}@' or m[0] in called else numbers.setdefault(m[0], f"#{len(numbers)}")
-
     return TOKEN.sub(token, code)
 
 

@@ -139,7 +139,6 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
     from exact import relative
 
     (T, B, I, H), stack = of["sizes"], layer.manifest.stack
-
     def drawn(*shape: int) -> Any:
         return torch.tensor(rng.standard_normal(shape)).to(kind)
 

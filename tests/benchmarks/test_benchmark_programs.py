@@ -50,7 +50,6 @@ def made_by(folder: Path, program: str, *arguments: str) -> Any:
 
 def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-
     def clock(run: Callable[[], object]) -> float:
         now[0] += 1
         return now[0]
@@ -63,7 +62,6 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
 
 def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     calls = []
-
     def fake(*arguments: object) -> bool:
         words = [*map(str, arguments)]
         calls.append(words)
@@ -131,7 +129,6 @@ def test_every_program_runs(name: str):
 
 def test_rows_are_of_the_first_calls_the_longest_one_and_all_together(monkeypatch: pytest.MonkeyPatch):
     seconds = {"torch": [1.0] * 8, "cold": [3.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5], "warm": [0.5] * 8}
-
     def child(function: Any, name: str, device: str, side: str, cache: str) -> Any:
         assert (function, name, device) == (compare_programs.run, "policy", "cpu") and Path(cache).is_dir()
         part = {"seconds": seconds[side], "results": [1.0, 2.0, *[3.0] * 6]}
@@ -150,7 +147,6 @@ def test_rows_are_of_the_first_calls_the_longest_one_and_all_together(monkeypatc
 def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
     """pytorch#149194 at a small size on this CPU, and its row; times are made up, since events are a GPU's."""
     calls: list[str] = []
-
     def timed(sides: dict[str, Any], _: Any, repeats: int, steps: int, clock: Any) -> dict[str, float]:
         for name, call in sides.items():
             y = call()

@@ -37,12 +37,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.01, 0.002]))
     monkeypatch.setattr(sessions, "present", lambda target: H100)
-
     class Pretended(sessions.Session):
         def __init__(self, target: str, **options: float) -> None:
             super().__init__(target, entries=ENTRIES, **options)
             self._pool = Pool(ENTRIES, 2, poisoned=True)
-
     monkeypatch.setattr(sessions, "Session", Pretended)
 
 
@@ -72,7 +70,6 @@ def test_a_table_is_a_prefix_of_one_uniform_order():
 
 def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended, tmp_path, monkeypatch):
     path, wanted, asked, call = tmp_path / "set.jsonl", set(), set[bytes](), Worker.call
-
     def watched(self: Worker, function: str, argument: Any, *rest: Any) -> Any:
         if isinstance(argument, Build):
             asked.add(msgspec.json.encode(msgspec.structs.replace(argument, out="")))
@@ -188,7 +185,6 @@ def test_the_rate_of_a_search(tmp_path: Path):
 
 def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path: Path):
     first, second = "first", "second"
-
     def table(work: str, best: float) -> Any:
         return SimpleNamespace(work=work, device=H100, best=best)
 

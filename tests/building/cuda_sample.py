@@ -40,7 +40,6 @@ def functions() -> dict[str, Any]:
     from tvm.script import tirx as S
 
     many = 1 << 20
-
     @S.prim_func
     def total(x: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"), sums: S.Buffer((8,), "float32"),
               counter: S.Buffer((1,), "uint32"), mask: S.Buffer((many,), "uint32"), T: S.int32):
@@ -89,7 +88,6 @@ def functions() -> dict[str, Any]:
         stage[thread] = y[(T - 1) * N + rank * 64 + thread]
         S.cuda.cta_sync()
         h_out[rank * 64 + thread] = S.cast(stage[63 - thread] + S.cast(h_in[rank * 64 + thread], "float32"), "float16")
-
     return {"total": total, "step": step, "last": last}
 
 

@@ -141,7 +141,6 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
         "cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10", "cuCtxPushCurrent 110",
         "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel", "cuModuleGetFunction step_kernel",
         "cuModuleGetFunction last_kernel", "cuFuncSetAttribute last_kernel 8 256"]
-
     def sequence(steps: int) -> list[str]:
         return [
             "cuCtxPushCurrent 110",
@@ -164,7 +163,6 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
 def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(monkeypatch, tmp_path, fake):
     sources: list[str] = []
     compiled = nvcc._compile
-
     def compile(source: str, *rest: str) -> tuple[bytes, str]:
         sources.append(source)
         return compiled(source, *rest)

@@ -53,7 +53,6 @@ def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
 def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.MonkeyPatch):
     source = lower(plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0], "sm_90a")[1]
     tried: list[str] = []
-
     def compile(_: str, text: str, *rest: object) -> tuple[bytes, str]:
         tried.append(text)
         if "__hadd" in text and text != source:

@@ -230,7 +230,6 @@ def test_parentheses_that_say_nothing(line: str, cleared: str):
 def test_parentheses_of_random_expressions_may_go():
     """The value of an expression with a pair around each operator, as Python computes it with C's levels."""
     rng, values = np.random.default_rng(0), {"a": 5, "b": 3, "c": 12, "d": 7}
-
     def drawn(depth: int) -> str:
         if not depth or rng.random() < 0.1:
             return str(rng.choice([*values, "2", "9"]))

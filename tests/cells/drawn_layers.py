@@ -27,7 +27,6 @@ class Drawn:
     def __init__(self, cell: Any, sizes: tuple[int, int, int, int], dtype: str = "float64", scale: float = 0.25,
                  least: float = -1.0, ends: bool = True) -> None:
         (T, B, I, H), rng, self.cell = sizes, np.random.default_rng(4), cell
-
         def drawn(*shape: int, low: float = -1.0) -> Any:
             return rng.uniform(low, 1, shape).astype(DTYPES.get(dtype, dtype)).astype(np.float64)
 

@@ -111,7 +111,6 @@ class Projected(Formula):
 
 def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, Parameters, list[Any]]:
     rng = np.random.default_rng(0)
-
     def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
         return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
 

@@ -94,7 +94,6 @@ def test_what_pytorch_has_nothing_for_is_said():
     def step(x: Any, h: Any, p: Any) -> Any:
         wx = product(x, p["W"], 0)
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + tirx.popcount(tirx.Cast("int32", h[b, j]))), h)]
-
     with pytest.raises(CellError, match="popcount"):
         torch_step(step_cells.Given(step, lambda input, hidden: {"W": (1, hidden, input)}), 4, 4, 2)
 

@@ -194,7 +194,6 @@ def computed(value: Any) -> Any:
     def step(x: Any, h: Any, p: Any) -> Any:
         wx, rh, v = product(x, p["W"], 0), product(h, p["R"], 0), p["b"]
         return [pointwise(lambda b, j: value(wx[b, j] + rh[b, j] + v[0, j], b, j), h)]  # here
-
     return step
 
 
@@ -236,7 +235,6 @@ def test_a_function_of_a_unit_may_have_default_arguments():
     def step(x: Any, h: Any, p: Any) -> Any:
         made = product(h, p["R"], 0)
         return [pointwise(lambda b, j, made=made: te.tanh(made[b, j]), h)]
-
     assert len(analyse(faulty(step), 4, 6).phases) == 1
 
 
@@ -305,9 +303,7 @@ def in_one_expression(depth: int) -> Any:
             for _ in range(depth):
                 made = te.tanh(made)
             return made
-
         return [pointwise(value, h)]
-
     return step
 
 
@@ -316,7 +312,6 @@ def in_tensors(depth: int) -> Any:
         for _ in range(depth):
             h = pointwise(lambda b, j, h=h: te.tanh(h[b, j]), h)
         return [h]
-
     return step
 
 

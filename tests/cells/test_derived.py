@@ -101,7 +101,6 @@ def test_what_is_computed_is_kept_until_it_changes(one_thread):
     """Calls without gradients compute weights once; then again after a step, a write that counts no version, rebind(),
     and within functional_call()."""
     x, made = torch.from_numpy(drawn()[1]), layer()
-
     def right() -> list[torch.Tensor]:
         with torch.no_grad():
             y, _ = made(x)
@@ -157,7 +156,6 @@ def test_exported(one_thread):
 def test_of_jax():
     jax = pytest.importorskip("jax")
     learned = {n: jax.numpy.asarray(w, "float32") for n, w in drawn()[0].items()}
-
     def first(learned: Any) -> Any:
         return derive(Computed(), learned, I, H)["R_l0"][0, 1]
 
@@ -198,10 +196,8 @@ def test_what_is_wrong_with_weights_is_said():
         derive(Computed(), learned | {"U_l0": np.zeros((2, 8))}, I, H)
     with pytest.raises(WeightsError, match=r"weights\['W_l1'\]: missing; .*; given are .*, A_l2"):
         derive(Computed(), learned | {"A_l2": np.zeros((8, 8))}, I, H)
-
     class Flat(Computed):
         def learned(self, input, hidden):
             return {"a": (hidden,)}
-
     with pytest.raises(CellError, match=r"learned\(\) gives 'a' the shape \(8,\); expected two axes or three"):
         ecornn.torch.Recurrent(Flat(), I, H)

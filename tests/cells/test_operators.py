@@ -146,13 +146,10 @@ class Calls(Cell):
     def step(self, x: Any, states: Any, p: Any) -> Any:
         def new(key: str, state: Any) -> Any:
             low, high = WITHIN.get(key, (-2, 2))
-
             def value(b: Any, j: Any) -> Any:
                 operand = x[b, j] * float(high - low) + float(low)
                 return expression(key, *[operand] * arity(key)) + state[b, j] * 0.0
-
             return pointwise(value, x)
-
         return [new(key, state) for key, state in zip(CALLS, states, strict=True)]
 
 

@@ -230,7 +230,6 @@ def test_a_layer_of_pytorch_with_outputs():
     x = torch.randn(B, T, I, dtype=torch.float64, requires_grad=True)
     y, h = layer(x)
     assert [*y] == ["low", "high"] and h.shape == (2, B, H)
-
     def one(end: str, flip: Any) -> tuple[Any, Any]:
         W, v = (getattr(layer, f"{n}_l0{end}") for n in ("W", "v"))
         state, low, high = torch.zeros(B, H, dtype=torch.float64), [], []
@@ -266,7 +265,6 @@ def test_a_layer_of_pytorch_with_inputs():
     scale = torch.from_numpy(inputs["scale"]).transpose(0, 1).requires_grad_()
     y, h = layer(x, inputs={"scale": scale, "m": m})
     assert y.shape == (B, T, 2 * H) and h.shape == (2, B, H)
-
     def one(end: str, flip: Any) -> Any:
         W, R, b = (getattr(layer, f"{n}_l0{end}") for n in ("W", "R", "b"))
         state, found = torch.zeros(B, H, dtype=torch.float64), []
@@ -292,7 +290,6 @@ def wrong(*more: Any, **attributes: Any) -> Given:
     def step(x: Any, h: Any, p: Any) -> Any:
         wx, rh = product(x, p["W"], 0), product(h, p["R"], 0)
         return [pointwise(lambda b, j: wx[b, j] + rh[b, j], h), *(one(x, h, p) for one in more)]
-
     return Given(step, lambda input, hidden: {"W": (1, hidden, input), "R": (1, hidden, hidden)}, **attributes)
 
 

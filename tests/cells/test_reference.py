@@ -115,7 +115,6 @@ def test_gradients_are_differences(cell: str, layers: int, directions: int, ragg
     rows: dict[str, Any] = {"lengths": [T, 0, 3], "resets": rng.random((T, B)) < 0.3} if ragged else {}
     dx, dweights, firsts = ecornn.reference_gradients(cell, x, weights, states, dy=dy, dstate=dstates, **rows)
     assert dx.shape == x.shape and {n: g.shape for n, g in dweights.items()} == {n: w.shape for n, w in weights.items()}
-
     def loss(sign: float) -> float:
         moved = {n: w + sign * step * ways[1][n] for n, w in weights.items()}
         y, last = reference(cell, x + sign * step * ways[0], moved,

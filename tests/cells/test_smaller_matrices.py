@@ -162,7 +162,6 @@ def through(value: Any) -> Any:
     def step(h: Any, p: Any) -> Any:
         narrow = product(h, p["V"], 0)
         return product(pointwise(lambda b, j: value(narrow[b, j], h, b, j), narrow), p["U"], 0)
-
     return step
 
 

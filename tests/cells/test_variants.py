@@ -61,7 +61,6 @@ def gru(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], before:
     W, R, bx, bh = p["weight_ih"], p["weight_hh"], p["bias_ih"], p["bias_hh"]
     gate, fresh = ACTIVATIONS[o.get("gate", "sigmoid")], ACTIVATIONS[o.get("new", "tanh")]
     wx, rh = [x @ w.T for w in W], [h @ w.T for w in R[:2]]
-
     def tuned(values: list[Any], name: str, first: int) -> list[Any]:
         if not o.get("layer_norm"):
             return values

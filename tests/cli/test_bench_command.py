@@ -169,7 +169,6 @@ def test_a_side_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = measure.measure
-
     def one(case: Case, plan: Plan) -> Any:
         if case.cell == "gru":
             raise KeyboardInterrupt
@@ -194,11 +193,9 @@ def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: p
 
     def captured(function: Any) -> tuple[Any, Any]:
         found = {name: value.detach().clone() for name, value in function().items()}
-
         def replay() -> None:
             for name, value in function().items():
                 found[name].copy_(value)
-
         return SimpleNamespace(replay=replay), found
 
     monkeypatch.setattr(turns, "captured", captured)

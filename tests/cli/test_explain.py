@@ -269,7 +269,6 @@ def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CPUSequence, "weights", ())
     monkeypatch.setitem(cell_checks.SERVED, "llvm", ("float32",))
     right, derived = cell_checks.interpret, cell_checks.Checks.derived
-
     def moved(*arguments: Any) -> Any:
         y, last = right(*arguments)
         return y * (1 + 1e-4), last

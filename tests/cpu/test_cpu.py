@@ -251,7 +251,6 @@ def functions(request, tmp_path_factory):
     file = tmp_path_factory.mktemp("math") / "math.so"
     build_module(program, manifest, file)
     module = tvm_ffi.load_module(str(file))
-
     def call(x, other=0.0):
         arrays = [*(np.resize(v, COUNT).astype(real) for v in (x, other)), *(np.full(COUNT, -7, real) for _ in names)]
         module.run(1, 1, 0, 1, *[a.ctypes.data for a in arrays])

@@ -164,7 +164,6 @@ def test_packed_sums_and_powers():
     weights = rng.standard_normal((1, 3, 12)).astype(np.float32) * np.array([1e-6, 1, 1e5], np.float32)[:, None]
     weights[0, 1] = 0
     sources, pad = (("w", 0),), (1, 3, 12)
-
     def made(dtype: str, split: tuple[int, ...]) -> np.ndarray:
         return pack(Packing(sources, pad, split, tuple(range(len(split))), dtype), {"w": weights})
 

@@ -112,7 +112,6 @@ def test_calls_from_several_threads_at_once(sample):
 
 def test_releases_the_gil(sample, monkeypatch):
     (x, states), run, span = sample.inputs(3000, 4), sample.module.run, list[float]()
-
     def timed(*arguments: int) -> None:
         span.append(time.perf_counter())
         run(*arguments)
@@ -208,7 +207,6 @@ def test_functions_compiled_apart_are_the_same_code():
     program = compose(planned.stack, planned.workload, planned.programs(), planned.overlap)
     together, apart = (llvm.generate(program, planned.device, apart=one) for one in (False, True))
     assert len(together.objects) == 1 and len(apart.objects) == len(program.functions) == 6
-
     def code(objects: dict[str, bytes], tmp: Path) -> dict[str, str]:
         """The instructions of each function, without addresses, targets of jumps, and the padding behind it."""
         found = {}
@@ -220,7 +218,6 @@ def test_functions_compiled_apart_are_the_same_code():
                 body = re.sub(r"^ *\w+:|\b[0-9a-f]+ <.*>|#.*|0x\w+\(%rip\)", "", body, flags=re.M)
                 found[function] = re.sub(r"(\s+(data16|cs|nop[lw]?|xchg +%ax,%ax)\b.*)*\s*\Z", "", body)
         return found
-
     with temporary.folder() as folder:
         assert code(apart.objects, folder) == code(together.objects, folder)
 
@@ -256,7 +253,6 @@ def test_those_that_wait_come_in_their_order():
 @pytest.mark.parametrize("places", [1, 2])
 def test_no_more_at_once_than_there_are_places(places: int):
     turns, inside, most = Turns(places), list[int](), list[int]()
-
     def work(_: int) -> None:
         for _ in range(50):
             with turns:
@@ -324,7 +320,6 @@ def interruptible() -> Iterator[None]:
 
 def test_who_is_interrupted_does_not_keep_a_turn(interruptible: None):
     turns, order, leave = Turns(), list[int](), threading.Event()
-
     def hold() -> None:
         with turns:
             leave.wait()
@@ -332,7 +327,6 @@ def test_who_is_interrupted_does_not_keep_a_turn(interruptible: None):
     holder = threading.Thread(target=hold)
     holder.start()
     until(lambda: turns._inside)
-
     def interrupt() -> None:
         until(lambda: turns._waiting)
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -81,7 +81,6 @@ def differences(layer: Layer, found: Mapping[str, np.ndarray], step: float = 2e-
     gradients = [found["dx"], *(found[f"d{n}_in"] for n in layer.cell.states),
                  *(found[f"gradient_{n}"] for n in call.parameters)]
     ways = [way.x, *way.states, *way.parameters.values()]
-
     def loss(by: float) -> float:
         made = layer(call.moved(way, by))
         last = [made[f"{n}_out"] for n in layer.cell.states]

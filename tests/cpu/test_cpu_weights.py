@@ -64,7 +64,6 @@ def test_weights_are_what_was_packed_and_nothing_else_is_rounded(cell, size, kin
 def as_packed(weights: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     def rounded(w: np.ndarray) -> np.ndarray:
         return w.astype(ml_dtypes.bfloat16).astype(np.float32) if kind == "bfloat16" else unpacked(w, kind)
-
     return {n: rounded(w) if w.ndim == 2 else w for n, w in weights.items()}
 
 

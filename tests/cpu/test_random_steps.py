@@ -117,7 +117,6 @@ def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Pa
 def test_many_random_steps(tmp_path: Path):
     found: dict[str, list[Any]] = defaultdict(list)
     waiting: list[Step] = []
-
     def kind_of(error: Exception) -> str:
         """An error of ecornn that names an operator, or a sum of parameters alone, is a reason."""
         named = "depends on neither x nor a state" in str(error) or any(name in str(error) for name in OPERATORS)

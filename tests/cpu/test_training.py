@@ -29,7 +29,6 @@ class Layer:
         self.bound = self.module.bind(self.weights)
         rng, stack, dtype = np.random.default_rng(1), self.module.manifest.stack, self.module.manifest.workload.dtype
         shape = (B, H) if stack.count == 1 else (stack.count, B, H)
-
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(dtype)
 

@@ -295,7 +295,6 @@ def test_percentiles():
 
 def test_steps_that_wait_share_a_call():
     called: list[int] = []
-
     def adding(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         called.append(len(x))
         return h + x, c + 2 * x

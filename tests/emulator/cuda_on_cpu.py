@@ -235,7 +235,6 @@ def inputs(cell: str, sizes: tuple[int, int, int, int], dtype: str, shapes: Mapp
            states: tuple[str, ...], seed: int = 0) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
     steps, batch, input, hidden = sizes
     generator = np.random.default_rng([seed, *sizes, len(cell)])
-
     def draw(shape: tuple[int, ...], scale: float) -> np.ndarray:
         return generator.uniform(-scale, scale, shape).astype(DTYPES[dtype])
 

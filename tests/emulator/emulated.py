@@ -39,7 +39,6 @@ def known_by_name(cells: Mapping[str, Cell]) -> Any:
             monkeypatch.setitem(ALL_CELLS, name, cell)
             if hasattr(cell, "formula"):  # others are interpreted
                 monkeypatch.setitem(step_cells.CELLS, name, cell)
-
     return known
 
 
@@ -92,12 +91,10 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         states = {name: value.astype(x.dtype) for name, value in zip(states, more, strict=True)}
     emulated = Emulated(program, folder, lazy=lazy)
     rows, after = emulated.run(x, states, parameters, masks, traversal.directions * graph.written, *program.entries)
-
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: value.astype(np.float64) for name, value in tensors.items()}
 
     weights = rounded_weights(task, parameters)
-
     def reference(forward: Forward) -> Any:
         return expected(w.cell, traversal, x.astype(np.float64), exact(states), weights, masks, forward)
 
@@ -136,11 +133,9 @@ def only(program: Program, entry: str) -> Program:
 
 def after_each_step(forward: Forward, state: str) -> Forward:
     """As ``forward``, with a state of that name after each step in place of y."""
-
     def run(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ends = [forward(cell, x[:t], states, parameters)[1] for t in range(1, len(x) + 1)]
         return np.stack([end[state] for end in ends]), ends[-1]
-
     return run
 
 

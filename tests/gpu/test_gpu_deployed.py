@@ -84,7 +84,6 @@ def test_jax(jax: Any, lstm: Module):
 
     arrays, layer = sample.training_arrays(lstm), ecornn.jax.recurrent(lstm)
     dh, dc, dy = (jax.numpy.asarray(arrays[name]) for name in ("dh", "dc", "dy"))
-
     @jax.jit
     def step(weights: Any, x: Any, state: Any) -> Any:
         def loss(weights: Any, x: Any, state: Any) -> Any:
@@ -140,7 +139,6 @@ def test_an_exported_program(tmp_path: Path, ahead: bool):
     if ahead and not shares_the_cpp_library(tmp_path):
         pytest.skip("the C++ compiler has no shared C++ library: PyTorch's loader ends, whatever the program is, in a "
                     "std::regex of the program's own copy")
-
     class Model(torch.nn.Module):
         def __init__(self, kind: Any) -> None:
             super().__init__()

@@ -213,7 +213,6 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
     kind, found = getattr(torch, dtype), STEP_CELLS[cell]
     config = config and {**config, "math": "exact" if dtype == "float32" else "fast"}
     generator = torch.Generator().manual_seed(T * 1000 + H)
-
     def draw(*size: int, scale: float = 1.0) -> Any:
         return ((torch.rand(size, generator=generator) * 2 - 1) * scale).to(kind)
 

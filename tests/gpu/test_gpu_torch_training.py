@@ -130,7 +130,6 @@ def test_gradients_by_what_is_kept(cell: str, dtype: torch.dtype, keep: str):
     found = layer.backward(layer.forward(x, first)[2], dy)
     fewer = layer.backward(layer.forward(x, first)[2], dy, want_state=False)
     assert fewer.state == () and torch.equal(fewer.x, found.x)
-
     def exact(value: torch.Tensor) -> np.ndarray:
         return value.double().cpu().numpy()
 
@@ -183,7 +182,6 @@ def two_layers() -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
 
 def test_accumulation_checkpoints_hooks_compile_and_transforms():
     ours, x, wanted = two_layers()
-
     def close(found: list[torch.Tensor]) -> None:
         assert all(error(one, other) < BACKWARD for one, other in zip(found, wanted, strict=True))
 
@@ -207,7 +205,6 @@ def test_torch_compile_under_autocast():
     ours, x, wanted = two_layers()
     torch._dynamo.reset()
     compiled = torch.compile(lambda r: ours(r)[0].float().square().sum(), fullgraph=True, backend="aot_eager")
-
     def low() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return compiled(x)
@@ -261,7 +258,6 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
     x, wanted = torch.randn(T, B, I, device="cuda"), torch.randn(T, B, H, device="cuda")
     for _ in range(3):
         train(ours, optimizer, x, wanted)
-
     def refuse(*args: Any) -> None:
         raise AssertionError("memory of a module's own, or a wait for it")
 
@@ -411,7 +407,6 @@ def test_a_long_sequence_in_bounded_memory():
     exact = torch.nn.LSTM(hidden, hidden, device="cuda")
     exact.load_state_dict({k: v.float() for k, v in ours.state_dict().items()})
     x, dy = (torch.randn(steps, batch, hidden, device="cuda").half() for _ in range(2))
-
     def gradients(layer: torch.nn.Module) -> list[torch.Tensor]:
         kind = next(layer.parameters()).dtype
         given, made, state = x.to(kind).requires_grad_(), [], None

@@ -17,7 +17,6 @@ def errors_of(layer: Any, cell: str, weights: dict[str, Any], rng: np.random.Gen
     lengths = rng.integers(w.seq // 2, w.seq + 1, count)
     columns = ecornn.Columns.of(lengths, w.batch, layer.together)
     assert columns.wrapped.size or layer.together == 1  # where no columns may share one
-
     def drawn(*shape: int) -> Any:
         return torch.tensor(rng.standard_normal(shape)).to(kind)
 

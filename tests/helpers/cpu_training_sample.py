@@ -49,7 +49,6 @@ class Layer:
 
     def arguments(self, steps: int, batch: int, seed: int = 0) -> Call:
         rng, traversal = np.random.default_rng(seed), self.traversal
-
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(self.dtype)
 
@@ -87,7 +86,6 @@ def build(folder: Path, *layers: Layer) -> None:
     entries: dict[str, Entry] = {}
     for number, layer in enumerate(layers):
         layer.prefix, program = f"of{number}_", layer.program
-
         def own(name: str, prefix: str = layer.prefix) -> str:
             return prefix + name
 

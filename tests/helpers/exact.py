@@ -145,7 +145,6 @@ def values(states: Any) -> Sequence[Any]:
 def library(arithmetic: str) -> Forward:
     """A sequence from its first step to its last, as a library of that type computes it."""
     steps: dict[Any, Rounded] = {}
-
     def forward(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         found, now, y = ALL_CELLS.get(cell) or get(cell), list(states.values()), []
         places, count = output_numbers(found), len(now)
@@ -159,7 +158,6 @@ def library(arithmetic: str) -> Forward:
             y.append(np.concatenate([stored(made[n], arithmetic) for n in places], axis=1))
             now = made[:count]
         return np.stack(y), {n: stored(s, arithmetic) for n, s in zip(states, now, strict=True)}
-
     return forward
 
 

@@ -226,7 +226,6 @@ class Grouped(Formula):
     def numpy(self, x, h, c, W, R, v):
         w, r = ([a @ m.T for m in matrices] for a, matrices in ((x, W), (h, R)))
         n = self.groups
-
         def highest(z: Any) -> Any:
             return grouped(z, n, lambda part: part.max(axis=1, keepdims=True))
 

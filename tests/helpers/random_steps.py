@@ -287,14 +287,12 @@ class Drawn:
     def _gradients(self, a: Call, reverse: bool, rounds: bool = False) -> tuple[dict[str, np.ndarray], float]:
         margins, hidden = list[float](), a.states[0].shape[1]
         own = self.cell.own_input(a.x.shape[2], hidden)
-
         def step(x: Traced, states: list[Traced], parameters: dict[str, Traced]) -> list[Traced]:
             beside = {n: x[:, own + k * hidden:own + (k + 1) * hidden] for k, n in enumerate(self.cell.inputs)}
             tape = Tape(x[:, :own], states, parameters | beside, rounds)
             made = self.cell.carry_out(tape, states)
             margins.append(tape.margin)
             return made
-
         return train(self.cell, step, a, reverse), min(margins)
 
 

@@ -348,12 +348,10 @@ class Residual(Formula):
 
     def step(self, x, states, p):
         (h,), wx, decay = states, product(x, p["W"], 0), p["decay"]
-
         def new(b: Any, j: Any) -> Any:
             grown = te.log(te.sqrt(te.exp(h[b, j])) + te.abs(wx[b, j]))
             kept = tirx.Select(x[b, j] > 0.0, te.exp(decay[0, j]) * h[b, j], tirx.max(h[b, j], grown))
             return te.erf(kept) + x[b, j]
-
         return [pointwise(new, h)]
 
     def numpy(self, x, h, W, decay):

@@ -66,7 +66,6 @@ def test_a_stack_with_masks(gru: ecornn.jax.Recurrent):
 def test_gradients(lstm: ecornn.jax.Recurrent):
     weights, x, state = weights_of(lstm.module), normal(T, B, I), (normal(B, H, seed=1), normal(B, H, seed=2))
     dy, dh, dc = normal(T, B, H, seed=3), normal(B, H, seed=4), normal(B, H, seed=5)
-
     def loss(weights, x, state):
         y, (h, c) = lstm(weights, x, state)
         return jnp.vdot(y, dy) + jnp.vdot(h, dh) + jnp.vdot(c, dc)

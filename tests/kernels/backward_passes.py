@@ -82,7 +82,6 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
     """Of the recurrence ``task``: values of a forward pass over random x, and random gradients."""
     w, graph = task.workload, task.graph
     rng, shape = np.random.default_rng([seed, w.seq, w.batch, w.hidden]), (w.seq, w.batch, w.hidden)
-
     def of_type(values: Array, dtype: str = w.dtype) -> Array:
         return values.astype(DTYPES[dtype]).astype(np.float64)
 

@@ -359,7 +359,6 @@ def test_the_fence_between_copies_and_products(tmp_path, dropped):
     """cp.async writes by another proxy than wgmma reads."""
     values, wanted, given, part = small("bfloat16", (8, 9, 8, 16))
     fence = "tvm_builtin_ptx_fence_proxy_proxy_async_shared__cta();"
-
     def change(text: str) -> str:
         assert text.count(fence) == 2  # of either kernel
         return text.replace(fence, "") if dropped else text

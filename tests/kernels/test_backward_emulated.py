@@ -62,7 +62,6 @@ class Step:
 
     def arguments(self, steps: int, batch: int) -> Call:
         rng, work, kind = np.random.default_rng(3), self.task.workload, DTYPES[self.task.workload.dtype]
-
         def drawn(*shape: int) -> np.ndarray:
             return rng.uniform(-1, 1, shape).astype(kind).astype(np.float32)
 

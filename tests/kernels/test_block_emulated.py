@@ -120,7 +120,6 @@ def test_every_barrier_is_missed(tmp_path, products):
     assert PersistentBlock().check(task, config) is None
     program = PersistentBlock().program(task, PersistentBlock().plan(task, config))
     given = inputs("lstm", (4, 3, 5, 24), "float16", task.graph.parameters, tuple(task.graph.states))
-
     def run(dropped: int | None) -> Any:
         def change(text: str) -> str:
             sites = [*SITE.finditer(text, text.rindex('extern "C" __global__'))]

@@ -261,7 +261,6 @@ def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(tmp_path: Path, mon
     manifest = make_manifest(cell, task, schedule, schedule.default(task), training_program(schedule, task), "")
     gpu = FakeGPU(manifest, tmp_path, emulated.pack)
     packings = {b.name: b.packing for b in manifest.buffers if b.packing is not None}
-
     def bits(one: Caller) -> dict[str, bytes]:
         """The bytes that are packed: what lies behind them, up to the next 256, nobody writes."""
         sizes = {name: int(np.prod(packed.split)) * ITEMSIZE[packed.dtype] for name, packed in packings.items()}

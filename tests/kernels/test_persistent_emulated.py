@@ -274,7 +274,6 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, tra
 
 def test_what_clusters_cannot_do_is_refused():
     task, schedule = task_of("lstm", (40, 16, 24, 320), "float16", KNOWN["sm_90a"]), Persistent()
-
     def reason(**change: Any) -> str:
         change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
         return schedule.check(task, cut(task, **{**CLUSTER, **change})) or ""

@@ -129,7 +129,6 @@ def test_more_chunks_than_stages_over_many_steps(tmp_path, backward, registers, 
     cell, sizes = ("lstm", (7, 9, 8, 130)) if backward else ("rnn_tanh", (9, 9, 8, 600))
     config = backward_config(units=136, row_teams=2, parts=2, registers=50) if backward else config_of(
         units=104, registers=registers)
-
     def layer_and_plan(device):
         layer = task_of(cell, sizes, "float16", device)
         return layer, PersistentWide().plan(recurrence_of(layer) if backward else layer, config)
@@ -196,7 +195,6 @@ def test_the_default_of_small_layers(tmp_path, check, task_for):
 
 def test_what_does_not_fit_is_refused():
     schedule, task = PersistentWide(), task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
-
     def reason(**change: Any) -> str:
         return schedule.check(task, config_of(**{"registers": 50, **change})) or ""
 
@@ -238,7 +236,6 @@ def test_it_is_chosen_where_it_is_expected_to_be_faster():
     """Without a record: small batches stay with ``persistent``."""
     def first(batch: int, hidden: int) -> str:
         return serving_or_raise(task_of("lstm", (100, batch, 64, hidden), "float16", HOPPER))[0].name
-
     assert first(16, 768) == "persistent" and first(64, 2048) == "persistent_wide"
 
 

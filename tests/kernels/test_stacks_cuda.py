@@ -340,7 +340,6 @@ def test_estimates_read_the_row(monkeypatch, cell, sizes, schedules):
     """Each estimate is larger where rates are halved and times are doubled."""
     task = task_of(cell, sizes, "float16", KNOWN["sm_90a"])
     configs = {one: one.default(task) for one in map(SCHEDULES.__getitem__, schedules)}
-
     def estimates() -> list[float]:
         return [one.features(task, one.plan(task, config))["estimate"] for one, config in configs.items()]
 

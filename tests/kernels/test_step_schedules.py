@@ -198,12 +198,10 @@ def test_the_estimate_of_the_fallback_knows_what_is_slow():
     """Fewer threads than there could be, and more barriers."""
     task, schedule = task_of("lstm", (100, 16, 1024, 1024), "float32", KNOWN["sm_90a"]), FusedStep()
     default = schedule.default(task)
-
     def estimate(**change: object) -> float:
         config = {**default, **change}
         assert schedule.check(task, config) is None
         return schedule.features(task, schedule.plan(task, config))["estimate"]
-
     assert estimate() < min(estimate(depth=16), estimate(split=1), estimate(groups=1, thread_rows=1))
 
 

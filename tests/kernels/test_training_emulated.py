@@ -125,7 +125,6 @@ class Step:
 
     def __init__(self, cell: str, stack: Stack, dtype: str, steps: int, rows: int = B) -> None:
         rng, self.cell = np.random.default_rng(5), cell
-
         def drawn(*shape: int, scale: float = 1.0) -> np.ndarray:
             return (rng.uniform(-scale, scale, shape)).astype(DTYPES[dtype]).astype(np.float32)
 

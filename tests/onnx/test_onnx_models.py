@@ -167,7 +167,6 @@ def without(**parts: Any) -> Callable[[Any], None]:
             del tensor.dims[:]
             tensor.dims.extend(parts["dims"])
         tensor.data_type = parts.get("data_type", tensor.data_type)
-
     return change
 
 

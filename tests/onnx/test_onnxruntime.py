@@ -306,7 +306,6 @@ def test_arrays_that_begin_anywhere(tmp_path: Path):
     _, fast = rewritten(model, tmp_path)
     feeds = feeds_of(model)
     wanted = session(model).run(None, feeds)
-
     def moved(array: np.ndarray) -> np.ndarray:
         room = np.zeros(array.nbytes + 64, np.uint8)
         start = -room.ctypes.data % 64 + 4

@@ -23,7 +23,6 @@ TIMES = {"LSTM": (2e-3, 1e-3), "GRU": (1e-3, 2e-3), "RNN": (3e-3, 1e-3), "": (7e
 def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> list[str]:
     """Has ``times`` be what is measured, by operator. What it gives are the operators that were measured."""
     found = []
-
     def measured(own: bytes, compiled: Any, feeds: dict[str, Any], folder: Path, where: str) -> Any:
         nodes = [node.op_type for node in onnx.load_from_string(own).graph.node]
         found.append(nodes[0] if len(nodes) == 1 else "")

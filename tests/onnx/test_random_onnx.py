@@ -333,12 +333,10 @@ LEAST = 0.1  # states of some turns may be small, and what is added up to them i
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
     known = {}
-
     def compiled(layer, target):
         if (key := f"{layer.workload} {layer.stack}") not in known:
             known[key] = compile_layer(layer, target=target)
         return known[key]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewriting, "compile_layer", compiled)
         yield

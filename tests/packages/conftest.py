@@ -28,5 +28,4 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             raise
         monkeypatch.setenv("ECORNN_STRICT", "1")
         return module
-
     return found

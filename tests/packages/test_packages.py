@@ -65,14 +65,12 @@ def type_of(model: torch.nn.Module) -> torch.dtype:
 
 def cast_for(model: torch.nn.Module) -> Callable[[Any], Any]:
     kind = type_of(model)
-
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(kind) if value.is_floating_point() else value
         if isinstance(value, Mapping):
             return {name: cast(one) for name, one in value.items()}
         return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
-
     return cast
 
 
@@ -143,11 +141,9 @@ def test_sb3_evaluating_actions(learner: Any, restarts: bool):
     starts = torch.zeros(sequences * steps)
     starts[[3, 9]] = float(restarts)
     states = torch.randn(4, 1, sequences, 16)
-
     def run(policy: Any, cast: Any) -> Any:
         given = RNNStates(tuple(cast(states[:2])), tuple(cast(states[2:])))
         return policy.evaluate_actions(cast(observations), actions, given, cast(starts))
-
     check(learner.policy, run, ("lstm_actor", "lstm_critic"), torch.float32)  # it makes float32 of observations
 
 
@@ -205,7 +201,6 @@ EDGES = torch.tensor([[1, 2, 3, 0, 4, 2, 0, 1], [0, 0, 0, 1, 1, 2, 3, 4]])  # so
 def test_geometric_graph_network(package: Any):
     nn = package("torch_geometric.nn")
     torch.manual_seed(0)
-
     class Network(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -25,7 +25,6 @@ class ONLSTM(Published):
         (h, c), a = states, sums(x, states[0], p)
         forget = product(softmax(pointwise(lambda b, j: a(b, 4, j), h, "f_scores")), p["T"], 0)
         enter = product(softmax(pointwise(lambda b, j: a(b, 5, j), h, "i_scores")), p["T"], 1)
-
         def gate(g, name):
             return pointwise(lambda b, j: te.sigmoid(a(b, g, j)), h, name)
 
@@ -62,7 +61,6 @@ class ONLSTMChunks(Published):
     def step(self, x, states, p):
         (h, c), wx, rh, b = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         mx, mh = (product(v, p[n]) for v, n in ((x, "M"), (h, "N")))
-
         def master(g, name):
             scores = te.compute((mx.shape[0], mx.shape[2]), lambda i, j: mx[i, g, j] + mh[i, g, j] + b[4 + g, j],
                                 name=name)

@@ -107,7 +107,6 @@ class LEM(Published):
     def step(self, x, states, p):
         (y, z), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         ry = product(y, R, [0, 1, 2])
-
         def a(b, g, j):
             return wx[b, g, j] + ry[b, g, j] + v[g, j]
 

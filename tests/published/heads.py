@@ -35,7 +35,6 @@ class SLSTMHeads(WithHeads):
     def step(self, x, states, p):
         (h, c, n, m), wx, v = states, product(x, p["W"]), p["b"]
         rh = product(h, p["R"], heads=self.heads)
-
         def a(b, g, j):
             return wx[b, g, j] + rh[b, g, j] + v[g, j]
 
@@ -67,7 +66,6 @@ class BlockGRU(WithHeads):
     def step(self, x, states, p):
         (h,), wx, v = states, product(x, p["W"]), p["b"]
         rh = product(h, p["R"], heads=self.heads)
-
         def a(b, g, j):
             return wx[b, g, j] + rh[b, g, j] + v[g, j]
 
@@ -90,7 +88,6 @@ class DreamerCore(WithHeads):
 
     def step(self, x, states, p):
         (h,), v = states, p["v"]
-
         def normal(value, gain):
             square = mean(pointwise(lambda b, j: value[b, j] * value[b, j], h))
             scaled = pointwise(lambda b, j: value[b, j] * te.rsqrt(square[b] + 1e-4) * v[gain, j], h)

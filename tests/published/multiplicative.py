@@ -80,7 +80,6 @@ class RHN(Published):
         (s,), wx, v = states, product(x, p["W"]), p["b"]
         for depth in range(3):
             rs = product(s, p["R"], [2 * depth, 2 * depth + 1])
-
             def a(b, g, j, rs=rs, depth=depth):
                 found = rs[b, g, j] + v[2 * depth + g, j]
                 return found + wx[b, g, j] if depth == 0 else found

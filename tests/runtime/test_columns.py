@@ -218,7 +218,6 @@ def test_packed_sequences_of_pytorch(with_state: bool):
     given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
     state = [torch.randn(len(LENGTHS), H) for _ in "hc"] if with_state else None
     layout = packed.laid(given.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch, layer.together)
-
     def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
         y, last = layer(x, state, **masks)
         return [y, *last]
@@ -236,7 +235,6 @@ def test_padding_by_one_gather():
     wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(
         torch.nn.utils.rnn.PackedSequence(given.data, given.batch_sizes))
     layout, seen = packed.padded(given.batch_sizes.numpy().tobytes()), []
-
     def call(x: Any, masks: Any) -> list[Any]:
         assert torch.equal(masks["lengths"], lengths) and x.shape == wanted.shape
         inside = torch.arange(len(x))[:, None] < lengths
@@ -279,7 +277,6 @@ def test_a_training_step_has_states_by_sequence():
     layer = ecornn.load(sample.build(said)).bind(WEIGHTS, threads=1)
     columns, rng, calls = Columns.of([11] * 4, 3, 3), np.random.default_rng(0), dict[str, dict[str, Any]]()
     steps, width = columns.table.shape
-
     def array(pointer: int, kind: Any, *shape: int) -> Any:
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(kind)), shape)
 
@@ -293,7 +290,6 @@ def test_a_training_step_has_states_by_sequence():
             for n, value in calls[name].items():
                 if buffers[n].role == "made":
                     value[:] = np.arange(4 * H).reshape(4, H) + len(n)
-
         return call
 
     layer.library = dataclasses.replace(layer.library, forward=entry("forward"), backward=entry("backward"))

@@ -118,7 +118,6 @@ def test_a_log_that_a_stopped_process_holds_is_an_error(write, root, monkeypatch
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(file: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
     monkeypatch.setattr(fcntl, "flock", missing)
 
 
@@ -193,7 +192,6 @@ def test_without_a_temporary_folder_tmpdir_is_named(call: Callable[[], Any], mon
 def test_a_folder_that_is_mounted_noexec_is_named(monkeypatch: pytest.MonkeyPatch):
     """The dynamic loader says "failed to map segment from shared object"."""
     content = ecornn.compile("rnn_tanh", hidden=8, target="cpu").path.read_bytes()
-
     def refuse(path: str) -> None:
         raise RuntimeError(f"{path}: failed to map segment from shared object")
 

@@ -50,7 +50,6 @@ def test_in_another_thread_nothing_is_changed():
     def inside() -> object:
         with safe_interrupts(signal.SIGTERM):
             return signal.getsignal(signal.SIGTERM)
-
     with ThreadPoolExecutor() as threads:
         assert threads.submit(inside).result() is signal.SIG_DFL
 
@@ -68,7 +67,6 @@ def work(threads: ThreadPoolExecutor) -> None:
 def interrupted(point: int) -> tuple[str, bool]:
     """``raised``, ``lost``, or ``none`` where there is no such point; and whether the executor's threads end."""
     left, threads, became = itertools.count(point, -1), ThreadPoolExecutor(2), "lost"
-
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if event != "line" and next(left) == 0:
             sys.settrace(None)

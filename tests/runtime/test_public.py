@@ -162,7 +162,6 @@ def test_a_users_hook_within_a_call_of_ours_keeps_its_error():
     class Breaks(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return {}["his own"]
-
     with pytest.raises(KeyError, match="his own"):
         ecornn.torch.prepare(torch.nn.Sequential(Breaks(), ecornn.torch.LSTM(8, 8)), torch.zeros(2, 1, 8))
 

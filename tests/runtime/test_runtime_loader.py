@@ -255,11 +255,9 @@ def test_the_longest_sequence_fits_int32():
     """One more step, and a buffer has elements that an int32 cannot count."""
     said = sample.manifest()
     work, limit = said.workload, said.longest
-
     def largest(steps: int) -> int:
         extents = [b.extent.at(steps) for b in said.buffers]
         return max(*extents, steps * work.batch * work.input, steps * work.batch * work.hidden)
-
     assert largest(limit) < 2**31 <= largest(limit + 1)
 
 

@@ -134,7 +134,6 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path, monkeypatch
     rng = np.random.default_rng(0)
     host = {p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters}
     tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
-
     def bound(given: dict[str, Any]) -> list[bytes]:
         made = PackedWeights(manifest, gpu.library, given, 0, None)
         assert not any(gpu.content(made.zeros(1)))

@@ -110,7 +110,6 @@ class Writer:
             picked[-1] = r.choice(self.full)
         shown = r.random() < 0.25
         form = r.choice(["flat", "nested"]) if self.count > 1 or shown else "flat"
-
         def returned(m, states, v):
             after = [v[n] for n in picked]
             if shown:
@@ -300,12 +299,10 @@ class Writer:
             ("slice", lambda p, q: p[:].mul_(c))]
         words, how = r.choice(statements)
         copied = a if r.random() < 0.4 and a >= self.count else None  # one that lines above made, itself
-
         def line(m: Any, v: list[Any]) -> Any:
             p, q = (v[a] * 1.0 if copied is None else v[a]), v[b] * 1.0
             how(p, q)  # a statement: what it returns is dropped
             return p
-
         self.line(f"{words}({a}, {b}, {c})" + (" of a copy" if copied is None else ""), line)
 
     def vector(self) -> None:

@@ -65,7 +65,6 @@ def test_writes_to_last_states(name: str, options: dict[str, Any]):
             state.mul_(2 + number).add_(1)
         (y.sum() + sum(s.square().sum() for s in flat(after))).backward()
         return [w.grad for w in layer.parameters()]
-
     write(name)
 
 
@@ -175,7 +174,6 @@ def test_hooks(name: str):
     """test_module_hooks: forward and backward hooks see what torch.nn's layer shows them, in the same order."""
     theirs, ours, x = case(name)
     made = []
-
     def shapes(values: Any) -> list[Any]:
         return [None if v is None else tuple(v.shape) for v in values]
 
@@ -211,7 +209,6 @@ def test_hooks_that_change_what_they_see(layer: Any, x: torch.Tensor):
 def test_hooks_of_tensors(layer: Any, x: torch.Tensor):
     """Of parameters, of results, and after accumulation: an optimizer within the backward pass."""
     optimizers = {w: torch.optim.SGD([w], lr=0.1) for w in layer.parameters()}
-
     def step(weight: Any) -> None:
         optimizers[weight].step()
         weight.grad = None
@@ -291,7 +288,6 @@ def test_averaged_models(layer: Any, x: torch.Tensor):
 def test_lbfgs_and_vectors_of_parameters(layer: Any, x: torch.Tensor):
     """Optimizers that call the model again and again; parameters_to_vector and back."""
     optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
-
     def closure() -> Any:
         optimizer.zero_grad()
         loss = layer(x)[0].square().sum()

@@ -106,7 +106,6 @@ def test_gradgrad(name: str):
     """test_gradgrad. Differs: gradients of gradients are refused, with the way out, as cuDNN refuses them."""
     theirs, ours, x = case(name)
     exact = x.double().requires_grad_()
-
     def first(layer: Any, x: Any) -> Any:
         return torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)[0]
 

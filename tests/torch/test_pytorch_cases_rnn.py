@@ -101,7 +101,6 @@ def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bo
     hx = states(name, 1 + bidirectional)
     lengths = torch.tensor(LENGTHS).sort(descending=True).values if enforce_sorted else LENGTHS
     packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted)
-
     class Packed(torch.nn.Module):
         def __init__(self, layer: Any) -> None:
             super().__init__()

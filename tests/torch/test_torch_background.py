@@ -93,7 +93,6 @@ CALLS = {"padded": lambda: torch.randn(5, 3, 6), "batch of none": lambda: torch.
 def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[str, Any], compilers: Compilers):
     theirs, ours = pair(torch.nn.GRU, 6, 7, **options)
     x = CALLS[given]()
-
     def same() -> None:
         close(gradients(ours, x), gradients(theirs, x), BACKWARD)
         with torch.no_grad():
@@ -111,7 +110,6 @@ def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[st
 def test_a_cell_goes_over_within_a_sequence(compilers: Compilers):
     theirs, ours = pair(torch.nn.LSTMCell, 6, 7)
     inputs = torch.randn(4, 3, 6)
-
     def steps(cell: Any) -> list[torch.Tensor]:
         cell.zero_grad()
         state = None
@@ -153,7 +151,6 @@ def test_similar_lengths_share_a_module_also_across_programs(compilers: Compiler
 def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Compilers):
     theirs, ours = pair(torch.nn.GRU, 6, 7)
     x = torch.randn(3, 2, 6)
-
     def same() -> None:
         assert not by_torch(lambda: ours(x))
         close(ours(x), theirs(x))
@@ -177,7 +174,6 @@ def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):
     """Also while it is compiled, and with one packing of the weights; not where it could not be compiled."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
     x = torch.randn(3, 2, 6)
-
     def evaluates() -> bool:
         with torch.no_grad():
             close(ours(x), theirs(x))
@@ -209,7 +205,6 @@ def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeyp
     looked, kind = [], type(ours)
     long_way = kind._any_call
     monkeypatch.setattr(kind, "_any_call", lambda *given: (looked.append(1), long_way(*given))[1])
-
     def looks(steps: int, grad: bool = True) -> int:
         looked.clear()
         x = torch.randn(steps, 3, 6)
@@ -290,7 +285,6 @@ def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
     ecornn.torch.replace(ours, fullgraph=fullgraph)
     torch._dynamo.reset()
     x = CALLS[given]()
-
     def of(layer: Any) -> Callable[[Any], torch.Tensor]:
         return (lambda x: layer(x)[0].data.sin()) if given == "packed" else lambda x: layer(x)[0].sin()
 

@@ -59,7 +59,6 @@ class NotingModule:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A GPU's stream, capture and module, to be set; and the specs that are compiled."""
     found = SimpleNamespace(stream=1, capturing=False, module=NotingModule(), specs=[])
-
     def compiled(spec: Any, target: str, infinite: bool = False) -> NotingModule:
         found.specs.append(spec)
         found.module.target = target
@@ -240,7 +239,6 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
     monkeypatch.setattr(background, "start", lambda spec, target: next(
         (job for job in asked if job.spec == spec), None) or asked.append(background.Job(spec, target)) or asked[-1])
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
-
     def take(steps: int) -> Any:
         with background.accepting():
             layers.give(one := layers.take(weights, x_of(), (steps, 2)))
@@ -278,7 +276,6 @@ def test_weights_elsewhere_are_refused(gpu: Any):
 
 def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
     times = []
-
     def refuses(*args: Any, **kwargs: Any) -> None:
         times.append(args)
         raise ScheduleError("too large")
@@ -389,7 +386,6 @@ def test_a_layer_on_a_gpu_is_as_exact_as_cudnn(name: str):
     ours, exact = copy.deepcopy(layer), copy.deepcopy(layer).double()
     ecornn.torch.replace(ours)
     x = torch.randn(30, 9, 200, device="cuda")
-
     def error_of(one: Any) -> float:
         with torch.no_grad():
             return error(one(x)[0], exact(x.double())[0])
@@ -429,7 +425,6 @@ def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: An
 def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.manual_seed(0)
     library = torch.nn.LSTM(I, H, 2, bidirectional=True)
-
     def forward(engine, weights, x, state, columns):
         called.append(engine)
         return [*by_torch(engine.library, engine.names, columns, (x, *state, *weights)), x.new_empty(0)]

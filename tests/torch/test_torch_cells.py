@@ -237,7 +237,6 @@ def test_torch_compile_has_a_cell_in_one_graph(name: str):
 def test_functional_calls_and_transforms():
     theirs, ours = pair("GRUCell")
     x, others = torch.randn(3, B, I), {k: torch.randn_like(v) for k, v in ours.named_parameters()}
-
     def loss(cell: Any, weights: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(cell, weights, (x,)).square().sum()
 

@@ -42,7 +42,6 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
     ``backward of N`` of so many weights, and ``bucket`` with the weights whose gradients left together."""
     happened: list[str] = []
     names = {id(p): name for name, p in model.named_parameters()}
-
     def send(bucket: Any) -> Any:
         happened.append("bucket " + " ".join(names[id(p)] for p in bucket.parameters()))
         sent = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
@@ -90,7 +89,6 @@ def in_one_process() -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     given = torch.load(file)
     xs = [x.chunk(2, 1)[rank] for x in given["x"]]
-
     def model() -> Model:
         made = Model(ecornn.torch.GRU(*given["sizes"], bidirectional=True), 2 * given["sizes"][1])
         made.load_state_dict(given["weights"])

@@ -119,7 +119,6 @@ def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, bias: bool, taken
     theirs, ours = pair(name, bias=bias)
     x = torch.randn(3, I) if "Cell" in name else torch.randn(2, 3, I)
     wanted = theirs(x.double())
-
     def gradients(layer: Any, x: Any) -> Any:
         with torch.enable_grad():
             return torch.autograd.grad(flat(layer(x))[0].sum(), [*layer.parameters()])
@@ -420,7 +419,6 @@ def test_threads_with_weights_of_their_own(trains: bool):
     """A layer that another thread calls keeps its weights."""
     theirs, ours, x = case("GRU")
     sets = [fresh(ours, 0.3) for _ in range(4)]
-
     def run(weights: dict[str, torch.Tensor], exact: bool = False) -> torch.Tensor:
         """As functional_call, which writes into the module and is no function of threads."""
         with torch.set_grad_enabled(trains):

@@ -217,7 +217,6 @@ def test_threads_take_devices_in_turns(places: tuple[str, str], monkeypatch: pyt
         layers.append(ecornn.torch.GRU(5, 8, bidirectional=True).to(place))
         layers[-1].load_state_dict(exact.state_dict())
     inputs = [x.to(place) for place in places]
-
     def step(number: int) -> list[torch.Tensor]:
         layer = layers[number]
         with torch.no_grad():
@@ -231,11 +230,9 @@ def test_threads_take_devices_in_turns(places: tuple[str, str], monkeypatch: pyt
     right = [y, y, state, *torch.autograd.grad(y.square().sum() + state.sum(), [*exact.parameters()])]
     for found in wanted:
         agree(found, right, BACKWARD)
-
     def work(first: int) -> bool:
         return all(torch.equal(one, other) for turn in range(12) for number in [(first + turn) % 2]
                    for one, other in zip(step(number), wanted[number], strict=True))
-
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(work, range(2))] == [True, True]
 

@@ -40,7 +40,6 @@ print("tvm" in sys.modules)
 
 def test_a_process_says_that_it_compiles_and_the_next_one_need_not(tmp_path: Path):
     environment = {**os.environ, "ECORNN_CACHE": str(tmp_path), "ECORNN_TUNING_LOGS": str(tmp_path / "logs")}
-
     def run() -> tuple[str, str]:
         done = subprocess.run([sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
@@ -122,7 +121,6 @@ def test_a_forward_of_ones_own_is_left_to_its_first_call():
 def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.MonkeyPatch):
     """The compiler's frames may hold those that called them, and gradients' nodes, so that no graph is captured."""
     compiling = module_cache.compiled_layer
-
     def leaving(*args: Any) -> Any:
         cycle: list[Any] = [sys._getframe()]
         cycle.append(cycle)

@@ -45,7 +45,6 @@ def binds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_a_traced_graph_computes_with_its_inputs(name: str, how: str):
     theirs, ours, x = case(name, bidirectional=True)
-
     def call(x: Any) -> Any:
         return ours(2 * x)
 
@@ -290,7 +289,6 @@ def test_a_layer_of_modules_refuses_what_it_cannot_see(kind: str):
     module = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu")
     weights = {p.name: np.ones(p.shape, np.float32) for p in module.manifest.parameters}
     layer, x = module.bind(weights), torch.randn(T, B, I)
-
     def call(x: Any) -> Any:
         return layer(x)[0]
 

@@ -78,7 +78,6 @@ MODULES: dict[str, tuple[Callable[[int, int], nn.Module], dict[str, Any], int]] 
 def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: None):
     """By the te step in float64, and compiled with the module's own weights: values and gradients."""
     kind, options, count = MODULES[name]
-
     def make() -> nn.Module:
         torch.manual_seed(0)
         return kind(I, H)
@@ -138,7 +137,6 @@ def loop(drawn: Drawn, kind: torch.dtype) -> tuple[Any, ...]:
     x = torch.randn(T, B, drawn.input, generator=generator).to(kind).requires_grad_()
     states = [torch.randn(B, drawn.hidden, generator=generator).to(kind).requires_grad_() for _ in range(drawn.states)]
     upstream = [torch.randn(B, drawn.hidden, generator=generator).to(kind) for _ in states]
-
     def run() -> tuple[Any, list[Any]]:
         now, y = [s * 1.0 for s in states], None
         for row in x * 1.0:
@@ -304,7 +302,6 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
 def cell_of_operators(names: Sequence[str]) -> ecornn.Cell:
     def step(x, *states):
         return tuple(OPERATORS[name](x, h) for name, h in zip(names, states, strict=True))
-
     return ecornn.torch.cell(step, input_size=16, hidden_size=16, states=[f"h{n}" for n in range(len(names))])
 
 

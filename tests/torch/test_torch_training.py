@@ -35,7 +35,6 @@ def test_saved_tensors_may_be_away():
     """In a file, say, and at another address when they are back."""
     _, ours, x = case("LSTM")
     wanted = torch.autograd.grad(ours(x.requires_grad_())[0].square().sum(), x)[0]
-
     def back(values: torch.Tensor) -> torch.Tensor:
         room = torch.empty(values.numel() * values.element_size() + 4, dtype=torch.uint8)
         return room[4:].view(values.dtype).view(values.shape).copy_(values)
@@ -78,7 +77,6 @@ def test_transforms():
     theirs, ours = pair("LSTM")
     xs = torch.randn(3, T, B, I)
     weights = {name: w.detach() for name, w in ours.named_parameters()}
-
     def loss(layer: Any, weights: Any, x: Any) -> Any:
         return functional_call(layer, weights, (x,))[0].square().sum()
 
@@ -169,11 +167,9 @@ def normal(*shape: int) -> torch.Tensor:
 def test_gradcheck(make: Callable[..., Any]):
     layer = make(3, 5).double()
     count = len(layer.state_names)
-
     def call(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y, last = layer(x, given[:count] if count > 1 else given[0])
         return (y, *last) if count > 1 else (y, last)
-
     assert gradcheck(call, (normal(4, 2, 3), *(normal(1, 2, 5) for _ in range(count)), *layer.parameters()))
 
 

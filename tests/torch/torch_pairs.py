@@ -49,7 +49,6 @@ def of_both(limit: float = BACKWARD, **options: Any) -> Callable[[Any], Any]:
         names = ["name", *[*inspect.signature(function).parameters][2:]]
         test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
         return test
-
     return test_of
 
 

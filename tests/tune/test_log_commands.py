@@ -219,7 +219,6 @@ def test_the_best_is_what_look_up_chooses(tmp_path):
                  and persistent.check(task, {**default, "warps": warps}) is None)
     lacking = {k: v for k, v in default.items() if k != "hoisted"}
     default["hoisted"] = "float32"
-
     def final(index: int, config: dict, us: float, hour: int) -> Trial:
         return trial(index=index, stage="final", revision=persistent.revision, config=config, check=1e-4,
                      times=Times.of([us]), time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)

@@ -125,7 +125,6 @@ def test_the_check_of_candidates_sees_an_error_of_the_analysis(tmp_path, monkeyp
     found, work = step_cells.CELLS.get(cell) or get(cell), Workload(cell, 12, 10, 2, 5)
     write(tmp_path / "answers.npz", found, work, seed=1)
     answers = answers_of(str(tmp_path / "answers.npz"))
-
     def error() -> float:
         module = ecornn.compile(found, hidden=12, input=10, batch=2, seq=5, target="cpu")
         memory = arrays_for(module)
@@ -281,7 +280,6 @@ def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, 
     assert x.shape == (8, 3, len(graph.hoisted_outputs), 12) and y.shape == (8, 3, len(graph.outputs), 12)
     assert len(first) == len(last) == len(graph.states) and {*flat} == {
         cell.parameter_name(n) for n in cell.parameters(12, 12)}
-
     def one_off(*arguments: Any) -> Any:
         found = backpropagation.carry_out(*arguments)
         weight = next(iter(found.parameters))
@@ -297,7 +295,6 @@ def test_a_cell_is_named_so_that_another_process_finds_it():
     spec = spec_of(Scaled())
     assert spec == f"{Path(__file__).resolve()}:Scaled" and load_cell(spec).identity() == Scaled().identity()
     assert load_cell(f"{__name__}:Scaled").name == "scaled"
-
     class Local(Scaled):
         name = "local"
 

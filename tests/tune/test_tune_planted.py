@@ -57,23 +57,19 @@ def endless(program: Program) -> Program:
         T.buffer_store(word, T.uint32(0), [0])
         with T.While(word[0] == 0):
             T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](word[0], given[0].ptr_to([0])))
-
     return followed_by(program, body, FLAG, 1, (Fill("flag", 0, Extent(1)),))
 
 
 def astray(program: Program) -> Program:
     def body(T: Any, given: Any) -> None:
         T.buffer_store(given[0], T.uint32(1), [T.int64(FAR)])
-
     return followed_by(program, body, FLAG, 2 * FAR)
 
 
 def wrong(program: Program) -> Program:
     y = next(b for b in program.buffers if b.tensor == "y")
-
     def body(T: Any, given: Any) -> None:
         T.buffer_store(given[0], T.cast(T.float32(3.0), y.dtype), [given[1]])
-
     return followed_by(program, body, y, 32)
 
 
@@ -96,7 +92,6 @@ def on_cpu(write: Callable[[Any, Any], None]) -> Fault:
         write(e, e.pointer("y"))
         return Program.running({**program.functions, "planted": e.function("planted")}, program.buffers,
                                (*program.calls, Parallel("planted")))
-
     return fault
 
 

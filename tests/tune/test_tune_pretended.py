@@ -130,7 +130,6 @@ def test_what_cannot_train_is_said_before_anything_is_tried(arguments, word, pre
 
 def test_forward_has_half_of_the_time_at_most_and_backward_the_rest(pretended, monkeypatch):
     limits: list[float | None] = []
-
     def tune_workload(self: Any, layer: Any, workload: Workload, *, time_limit: float | None, **_: Any) -> Result:
         limits.append(time_limit)
         finish = SimpleNamespace(seconds=next(seconds))
@@ -216,7 +215,6 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
     with Pool(replace(ENTRIES, propose_ready=f"{__name__}:few_records"), 1, proposers=1) as pool:
         asked = Question("lstm", WORK, H100, "persistent_wide", 7)
         given = defaults(pool, asked)
-
         def spaced() -> ConfigSpace:
             return ConfigSpace(make_task(cell, WORK, H100), [all_schedules()[c.schedule] for c in given], given)
 
@@ -280,7 +278,6 @@ def test_records_are_verified_again_and_told_in_their_order(pretended):
 @pytest.mark.parametrize("quiet", [False, True])
 def test_several_are_built_at_a_time_where_that_disturbs_no_measurement(quiet: bool, monkeypatch: pytest.MonkeyPatch):
     together, running, most = threading.Barrier(2), list[int](), list[int]()
-
     def measured(line: int, session: object) -> int:
         running.append(line)
         most.append(len(running))

@@ -140,7 +140,6 @@ def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
 
 def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle(tmp_path):
     ready = threading.Event()
-
     def slow(path: Path) -> None:
         ready.wait()
         path.write_bytes(b"")
@@ -198,7 +197,6 @@ def test_a_thread_that_comes_late_starts_nothing_after_the_end_of_a_session(tmp_
 
 def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
     def littered(count: int) -> None:
         until(lambda: len(list(tmp_path.glob("ecornn-tune-*/ecornn-*/x"))) == count)
 

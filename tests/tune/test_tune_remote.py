@@ -79,7 +79,6 @@ def until_it_serves(tracker: Tracker, *passing: type[Exception]) -> None:
         with contextlib.suppress(*passing):
             return remote._describe(remote._request(tracker)).device.kind == "llvm"
         return False
-
     until(serves)
 
 
@@ -134,7 +133,6 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
                       "--cell rnn_tanh --cell gru --hidden 16 --batch 2 --seq 8  # and one more\n")
     command = [sys.executable, "-m", "ecornn", "tune", "--workloads", str(listed), "--trials", str(each), "--output",
                str(output), "--tracker", str(tracker), "--key", tracker.key]
-
     def trials() -> list:
         return [t for t in read(output).trials() if t.stage == "search"] if output.exists() else []
 
@@ -242,7 +240,6 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
     open_: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         here = Tracker("127.0.0.1", listening.getsockname()[1], "key")
-
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:

@@ -156,7 +156,6 @@ def test_every_process_gets_something_before_the_first_is_done(path):
 
 def test_no_search_waits_for_the_slowest_build(path):
     """Two of four processes never end; the others make all trials, and are asked for nothing they have no time for."""
-
     class Slow(Instant):
         idle = property(lambda self: max(0, 4 - self.pending))
 
@@ -203,7 +202,6 @@ def test_the_time_limit_counts_earlier_sessions(path, clock):
 
 def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(path, tmp_path, clock):
     waited = []
-
     class Stuck(Instant):
         def next(self, seconds=None):
             waited.append(seconds)
@@ -224,7 +222,6 @@ def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(path, tmp_
 def test_all_of_a_run_is_within_the_time_limit(path, tmp_path, clock):
     """The search ends early enough for the comparison, which is told what is left."""
     left = []
-
     class Slow(Instant):
         def compare(self, finalists, seconds=None):
             left.append(seconds)
@@ -397,7 +394,6 @@ class Simulated:
 
     def Event(self, enable_timing: bool) -> types.SimpleNamespace:
         event = types.SimpleNamespace(at=math.nan)
-
         def record() -> None:
             self.work(0.0, 0.0)
             event.at = self.gpu
@@ -416,7 +412,6 @@ def test_a_gpu_is_timed_alone_whatever_the_host_takes(monkeypatch, asking, secon
     torch = Simulated()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: torch.host)
-
     def run() -> None:
         for _ in range(launches):
             torch.work(asking, seconds)

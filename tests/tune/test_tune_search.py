@@ -109,11 +109,9 @@ def test_estimates_lead_a_search_until_times_correct_them():
     blind = Search(ConfigSpace(TASK, [LARGE]), CostModel(), 0).ask(12)
     assert first[0] == space.defaults()[0] and len(set(first)) == 12
     assert slow(cost(c.config) for c in first[1:]) < slow(cost(c.config) for c in blind[1:]) / 1.3
-
     def best(schedule: Fake, trials: int) -> float:
         return slow(min(filter(None, spend(ConfigSpace(TASK, [schedule]), seed, trials).tried.values()))
                     for seed in range(5))
-
     assert best(schedule, 48) < best(LARGE, 48)
 
 
@@ -167,7 +165,6 @@ def test_a_word_that_is_absent_is_zero_and_a_number_missing():
 def test_some_of_what_is_drawn_before_the_model_is_near_a_default():
     """A default is a good guess, and what is near it is worth more than what is drawn from all that fits."""
     space = ConfigSpace(TASK, [LARGE, Fake(("ok",), "abcdef", "second"), Fake(("ok",), "abcdef", "third")])
-
     def changed(one: Candidate) -> int:
         default = next(d for d in space.defaults() if d.schedule == one.schedule)
         return sum(a != b for a, b in zip(one.knobs, default.knobs, strict=True))
@@ -258,7 +255,6 @@ def test_the_persistent_space_of_an_h100_is_whole(work):
 def test_few_calls_of_check_settle_the_space_of_an_h100():
     """Millions of combinations, of which one in 60 fits."""
     schedule, calls = all_schedules()["persistent"], 0
-
     class Counted(type(schedule)):  # type: ignore[misc]
         def check(self, task, config):
             nonlocal calls

@@ -59,7 +59,6 @@ def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_t
 
 def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve():
     asked = []
-
     class Counting(Fake):
         def refuses(self, task):
             return "too large" if task.workload.hidden > 100 else None
@@ -77,7 +76,6 @@ def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve(
 
 def test_a_schedule_is_asked_whether_it_serves_where_no_trial_of_it_as_it_is_says_so():
     asked = []
-
     class Asked(Fake):
         def refuses(self, task):
             asked.append(task.workload.hidden)
@@ -113,7 +111,6 @@ def test_other_cells_teach_where_slow_configurations_were_measured_too():
     """Runs of other cells and data types that saw a good part of a space; a user's cell is not there to ask."""
     space = ConfigSpace(make(), [LARGE])
     known = [(c.config, cost(c.config)) for c in space.sample(random.Random(0), 3 * BROAD)]
-
     def log(workload: Workload, count: int) -> Log:
         return log_of(*(trial(us, config=config, workload=workload, run="other-1") for config, us in known[:count]))
 
@@ -134,7 +131,6 @@ def test_the_nearest_workloads_lend_their_fastest():
                  trial(5.0, a=3, run="near-1", workload=near), trial(4.9, a=4, run="near-1", workload=near),
                  trial(5.7, a=5, run="near-1", workload=near), trial(4.8, a=99, run="near-1", workload=near),
                  trial(2.0, a=7, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)), trial(0.1, a=0, batch=8))
-
     def values(log: Log) -> list[int]:
         return [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)]
 
@@ -146,7 +142,6 @@ def test_the_nearest_workloads_lend_their_fastest():
 def test_twins_are_near_and_other_layers_are_not():
     """Another 16-bit type, and a cell that multiplies alike; not another width, other cells, or rounded weights."""
     here = Workload("rnn_tanh", 64, 64, 8, 10, "float16")
-
     def far(**change: object) -> float:
         return distance(msgspec.structs.replace(here, **change), here)
 
@@ -231,7 +226,6 @@ def test_a_schedule_says_its_latest_generation():
 
 def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects():
     young = Young(name="young")
-
     def chosen(*trials: Trial):
         return find(TASK, [SCHEDULE, young], log_of(*trials))
 
