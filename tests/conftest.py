@@ -155,7 +155,6 @@ def short_if_endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is around a CPU's layer, whatever its tiles; cpu/test_cpu.py and others have all sizes."""
     from small_tiles import take_small_tiles
 
     take_small_tiles(monkeypatch.setattr)
@@ -163,7 +162,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def same_as_file(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Holds a text against a file beside the test's own; with ``--renew`` the file becomes what the text is."""
     def hold(name: str, text: str) -> None:
         file = request.path.with_name(name)
         if request.config.getoption("--renew"):

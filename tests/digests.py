@@ -52,8 +52,6 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Layer:
-    """What is compiled; ``schedule`` None: the one that is expected to be fastest."""
-
     cell: str
     device: str = "sm_90a"
     dtype: str = "bfloat16"
@@ -201,7 +199,6 @@ def program_of(layer: Layer) -> Program:
 
 
 def backward_of(task: Task) -> tuple[Schedule, Config] | None:
-    """The schedule of a task's backward pass, with its default, if that is a choice of its own."""
     if not tunes_backward(task):
         return None
     inner = adjoint_task(task)
@@ -218,7 +215,6 @@ def code_of(program: Program, device: Device) -> tuple[str, str]:
 
 
 def interface_of(program: Program) -> str:
-    """Buffers with their packings, and entries, as text."""
     entries = repr(program.entries)
     for later in (", wanted=()", ", early=False"):  # fields that launches have had since then
         entries = entries.replace(later, "")

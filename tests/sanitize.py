@@ -89,7 +89,6 @@ def once(name: str, folder: str) -> tuple[float, float]:
 
 
 def wanted_of(layer: Any, x: Any, weights: dict[str, Any], masks: dict[str, Any]) -> Any:
-    """What ``layer`` computes from states of zeros, and how near to it y must be."""
     from exact import Wanted, of_stack
 
     work, stack = layer.manifest.workload, layer.manifest.stack
@@ -111,7 +110,6 @@ def weights_of(of: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 
 def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> tuple[float, float]:
-    """The same for more than twice as many sequences as there are columns; some wrap around."""
     import torch
     from exact import relative
 
@@ -134,7 +132,6 @@ GRADIENTS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** 
 
 
 def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any, weights: Any) -> tuple[float, float]:
-    """The largest error of a gradient, and what it may be."""
     import torch
     from exact import relative
 

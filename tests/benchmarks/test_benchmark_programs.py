@@ -101,7 +101,6 @@ def test_which_command_makes_which_file(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.exhaustive
 def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Real compilations, for the CPU, in new processes without the cache; the same command goes on."""
     monkeypatch.setenv("ECORNN_CACHE", "on")
     path = tmp_path / "times.jsonl"
     monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path)])
@@ -216,7 +215,6 @@ def test_loops_are_counted():
 
 
 def test_the_drop_in_in_programs():
-    """Both sides are called, in turns and in threads; a row has percentiles of the calls and of the operations."""
     assert len(cpu_in_programs.suite_of("latency")) == 20 and len(cpu_in_programs.suite_of("grid")) == 24
     torch.manual_seed(0)
     with torch.no_grad():
@@ -382,7 +380,6 @@ def measured(process: float = 600.0, given: float = 150.0, pieces: int = 16) -> 
 
 
 def test_memory_that_grows_is_a_fault():
-    """In use, or of the process where all threads share a heap; and no workspaces more than there are threads."""
     flat = [measured()] * 20
     assert not soak.not_flat(flat, 4, 16, True)
     more = [measured(process=600 + n) for n in range(20)]

@@ -83,7 +83,6 @@ def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.
 
 
 def test_who_rounds_to_tf32():
-    """Ours rounds in rows of TF32 on both sides alone; cuDNN may in those of TF32, too."""
     found = {one.name.split()[-1]: one for one in layers() if one.name.startswith("lstm 1024x16")}
     assert [(found[d].case.dtype, found[d].case.precision, found[d].against) for d in (
         "float32", "tf32", "tf32-both")] == [("float32", None, ("cudnn",)), ("float32", None, ("cudnn-tf32",)),
@@ -93,7 +92,6 @@ def test_who_rounds_to_tf32():
 
 
 def test_sides_of_ours_are_compiled_otherwise():
-    """Knobs that are changed, those of another cell, and what is chosen without records."""
     case = Case(cell="lstm", hidden=64, batch=4, seq=20, dtype="float16", target="sm_90a")
     plain = Own(schedule="layout_transform").planned(case).found
     turned = Own(schedule="layout_transform", config={"layout": "hidden"}).planned(case).found
@@ -193,7 +191,6 @@ def test_float64_forward_is_the_reference():
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_slstm_beside_flashrnn(heads: int):
-    """What FlashRNN is given, in its layouts, and what is expected of it, against `ecornn.reference`."""
     cell, steps, batch, hidden = f"slstm(heads={heads})" if heads > 1 else "slstm", 5, 2, 6
     gates, weight = torch.randn(steps, batch, 4 * hidden), torch.randn(4 * hidden, hidden // heads)
     weights = {"weight_ih_l0": torch.eye(4 * hidden), "weight_hh_l0": weight, "bias_ih_l0": torch.zeros(4 * hidden)}

@@ -146,7 +146,6 @@ def test_parts_of_h_that_are_waited_for():
     ("persistent_wide", "bfloat16", {"registers": 50}),
     ("persistent_wide", "float16", {"groups": 1, "parts": 2, "row_teams": 2, "units": 64})])
 def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dict):
-    """No mma is left, the state is still waited for, and y is that of recurrent weights of zero."""
     small, cell = structs.replace(H100, cores=8), Bare(2, True, False)
     kwargs = {"hidden": 128, "input": 24, "batch": 9, "seq": 6, "dtype": dtype, "target": small}
     config = dict(plan(cell, schedule=schedule, **kwargs).found.config) | change

@@ -36,7 +36,6 @@ CALLS = (
 
 
 def functions() -> dict[str, Any]:
-    """``total`` (a grid barrier), ``step`` (one step of a loop), ``last`` (a cluster, dynamic shared)."""
     from tvm.script import tirx as S
 
     many = 1 << 20
@@ -105,7 +104,6 @@ def manifest(device: Device = KNOWN["sm_90a"]) -> Manifest:
 
 
 def expected(x: np.ndarray, h: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """y (T, N) and h_out (N,) of x (T, N), h (N,) and w (N,), all float64."""
     y, before = np.empty_like(x), h
     for t in range(len(x)):
         y[t] = before = before * w + 0.5 * x[t] + x[0].sum() + 4 + 1

@@ -51,7 +51,6 @@ def restricted(calls: tuple, **attributes: bool) -> set[str]:
 
 
 def test_memory_that_others_write_is_not_restrict():
-    """total is cooperative, and last has both ends of a state, which may be the same memory."""
     assert restricted(()) == {"step"} and restricted((Loop((Launch("step", 2, 64, cluster=2),)),)) == set()
     assert restricted((), noalias=False) == set() and restricted((), noalias=True) == {"total", "step", "last"}
 
@@ -265,14 +264,12 @@ def tensors(steps: int) -> Iterator[np.ndarray]:
 
 
 def close(found: np.ndarray, wanted: np.ndarray, precision: float) -> None:
-    """Within a few roundings of the largest value: sums of five terms, in another order."""
     assert np.abs(found.astype(np.float64) - wanted).max() <= 4 * precision * np.abs(wanted).max()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 5])
 def test_gpu_computes_the_sample(built: tuple[Path, Generated], steps: int):
-    """Also with h_out in the memory of h_in, and twice, as counters must start from zero each time."""
     import tvm_ffi
 
     call: Callable[[str], Any] = tvm_ffi.load_module(str(built[0])).get_function

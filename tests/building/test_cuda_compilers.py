@@ -262,7 +262,6 @@ def test_it_can_be_turned_off_and_does_without_a_folder(tmp_path: Path, monkeypa
 
 
 def test_what_waits_for_another_process_ends_with_its_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Ctrl-C reaches the main thread alone."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     with cache._alone(tmp_path, f"cubin-{cache._name('cubin', ['text'])[:3]}", lambda: False):
         with pytest.raises(KeyboardInterrupt), at_the_same_time(1) as threads:

@@ -71,7 +71,6 @@ def count(notes: list[str], start: str) -> int:
 
 
 def history(notes: list[str]) -> list[tuple[str, int, set[int]]]:
-    """What each launch or fill is, its stream, and the numbers of those that must be done before it starts."""
     done: dict[str, set[int]] = {}  # of a stream
     marks: dict[str, set[int]] = {}  # of an event
     found: list[tuple[str, int, set[int]]] = []
@@ -118,7 +117,6 @@ def test_branches_may_have_branches(tmp_path: Path, fake: Path):
 
 
 def test_callers_share_no_streams_and_no_events(both: Path, fake: Path):
-    """Neither two streams of one device, nor of two devices, nor the default stream."""
     code = run(stream=7) + run(stream=8) + run(stream=0) + run(stream=7, device=1) + run(stream=8)
     notes = child(code, both, fake).calls
     users: dict[str, set[str]] = {}
@@ -146,7 +144,6 @@ def test_chunks_run_one_after_the_other(reverse: bool, tmp_path: Path, fake: Pat
 
 @pytest.mark.parametrize("existing", [0, 1])
 def test_chunks_after_the_first_add_to_gradients(existing: int, tmp_path: Path, fake: Path):
-    """Whatever the call says of the first one; also in what goes on beside something else."""
     kernel = zero_kernel("fresh", 0, 4, 1, add=True)
     fresh = Launch("fresh", 1, 256, names={"into": "sums"})
     calls = fresh, Chunks((Concurrent(((fresh,), (fresh,))), fresh), {}, STATES, 8), fresh
@@ -167,7 +164,6 @@ def test_threads_may_call_at_once(both: Path, fake: Path):
 
 
 def test_two_threads_may_take_two_devices_in_turns(both: Path, fake: Path):
-    """Each device has the module loaded once, and every kernel is launched in the context of its own."""
     code = ("from threading import Thread\n"
             f"call = lambda device: m['run'](3, 1, device, 70 + device, *{POINTERS})\n"
             "work = lambda first: [call((first + i) % 2) for i in range(20)]\n"
@@ -304,7 +300,6 @@ def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: P
 
 
 def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
-    """From the caller's memory through two workspaces; one step reads a copy if it writes where it reads."""
     step = replace(LAST, names={"h_in": "mask", "y": "sums"})
     program = with_entry(programs.Relay((step,), "mask", "sums", "h_in", "h_out", 64), LAST,
                          takes=("mask", "sums", "h_out", "y", "h_in"))
@@ -324,7 +319,6 @@ def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
 
 
 def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
-    """What the kernel knows; a program that packs something else has none, nor has one without weights."""
     def with_packing(dtype: str) -> Program:
         found, size = cuda_sample.program(), (1, cuda_sample.N)
         packing = programs.Packing((("w", 0),), size, size, (0, 1), dtype)
@@ -355,7 +349,6 @@ def test_a_call_uses_only_what_its_entry_takes(calls: tuple[programs.Call, ...],
 
 
 def scaled(name: str, factor: float) -> Program:
-    """A CPU program with the one entry ``name``: y = ``factor`` * x, 8 elements of each."""
     e = Emitter(8)
     for scalar in ("thread", "threads", "T", "B"):
         e.scalar(scalar)

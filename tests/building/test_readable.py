@@ -111,7 +111,6 @@ def notes(kernel: str) -> list[str]:
 
 
 def compilable(text: str) -> str:
-    """A text for people for those who look for whole lines: what was wrapped, and strings, as one again."""
     return re.sub(r'"\s+"', "", re.sub(r",\s+", ", ", text))
 
 
@@ -228,7 +227,6 @@ def test_parentheses_that_say_nothing(line: str, cleared: str):
 
 
 def test_parentheses_of_random_expressions_may_go():
-    """The value of an expression with a pair around each operator, as Python computes it with C's levels."""
     rng, values = np.random.default_rng(0), {"a": 5, "b": 3, "c": 12, "d": 7}
     def drawn(depth: int) -> str:
         if not depth or rng.random() < 0.1:

@@ -239,7 +239,6 @@ def test_a_function_of_a_unit_may_have_default_arguments():
 
 
 def test_a_cell_with_heads_has_an_identity():
-    """Its parameters() takes multiples of 8 alone."""
     def parameters(input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         if hidden % 8:
             raise ValueError("H must be a multiple of 8")
@@ -257,8 +256,6 @@ def test_a_cell_with_heads_has_an_identity():
 
 
 class Unread(Cell):
-    """The second gate of W is read twice, as after copying a line; g is not read at all."""
-
     name, states = "unread", ("h",)
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -91,7 +91,6 @@ def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal
     ("chunks", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH),
     ("lru", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH)], ids=str)
 def test_exchanged_between_blocks(tmp_path, cell, hidden, dtype, change, traversal):
-    """A maximum beside two means in one exchange; lanes and parts that have no value; groups across blocks."""
     task = replace(task_of(cell, dtype, traversal, hidden), device=structs.replace(SMALL, cores=15))
     config = cut(task, fences="rare", **change)
     wanted = {"peaks": (3, 1, 1, 1), "grouped": (2, 2, 2, 2), "chunks": (1, 1, 2, 1)}
@@ -146,7 +145,6 @@ def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: s
 
 
 def test_equal_values_share_the_gradient():
-    """As those of PyTorch's amax do; each unit becomes the largest one."""
     def step(x: Any, h: Any, p: Any) -> Any:
         top = largest(h)
         return [pointwise(lambda b, j: h[b, j] * 0.5 + top[b] * x[b, j], h)]
@@ -168,7 +166,6 @@ def test_mean_and_variance_of_groups_are_one_exchange():
 
 
 def test_how_it_is_understood():
-    """A softmax: a maximum, and a sum that waits for it; backwards its maximum has no exchange."""
     task = task_of("attending", "float32")
     text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
     assert "exchange 1: units find the largest of scores" in text and "exchange 2: units add up seen" not in text
@@ -204,7 +201,6 @@ def of_four(h: Any, at: Any, count: int = 3, size: int = 4) -> Any:
 
 
 def beside(h: Any) -> Any:
-    """Of a group a unit that is not its own."""
     k = te.reduce_axis((0, 4), "k")
     return te.compute(h.shape, lambda b, j: te.max(h[b, j // 4 * 4 + k] - h[b, j], axis=k), name="apart")
 
@@ -226,7 +222,6 @@ def test_what_is_wrong_of_groups_is_said(step: Any, says: str):
 
 
 def test_very_many_groups():
-    """Of each of them a statistic is written out, and lanes of a row send two of these each."""
     many = Given(lambda x, h, p: [softmax(product(h, p["R"], 0), groups=int(h.shape[1]) // 2)],
                  lambda input, hidden: {"R": (1, hidden, hidden)}, name="many")
     with pytest.raises(CellError, match="has 65 groups; 64 are the most"):
@@ -241,7 +236,6 @@ def test_very_many_groups():
     ("lru", "persistent_wide", "bfloat16", Traversal(False, 1, True, True)),
     ("scrn", "layout_transform", "float32", Traversal(False, 1, True, True))], ids=str)
 def test_adjoints_of_late_operands(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal: Traversal):
-    """Whose first product is of the gradient of y, which each step reads, and of gradients of states."""
     check_recurrence(tmp_path, all_schedules()[schedule], task_of(cell, dtype, traversal))
 
 

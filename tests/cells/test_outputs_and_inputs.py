@@ -70,7 +70,6 @@ def test_what_only_outputs_need_follows_the_loop(tmp_path, cell, schedule, dtype
 
 
 def test_what_has_no_read_out():
-    """A cell whose outputs need nothing more; layers that train, and rounded weights, have one loop."""
     assert read_out_task(task_of("split", "float32")).after is None
     assert read_out_task(task_of("read", "float32", Traversal(keep="states"))).after is None
     task = task_of("read", "float32")
@@ -286,7 +285,6 @@ def test_a_layer_of_pytorch_with_inputs():
 
 
 def wrong(*more: Any, **attributes: Any) -> Given:
-    """A cell of 6 units that returns, behind its state, what each of ``more`` makes of x, h and parameters."""
     def step(x: Any, h: Any, p: Any) -> Any:
         wx, rh = product(x, p["W"], 0), product(h, p["R"], 0)
         return [pointwise(lambda b, j: wx[b, j] + rh[b, j], h), *(one(x, h, p) for one in more)]

@@ -117,7 +117,6 @@ def test_trained_on_the_cpu(name: str):
     ("cornn", "persistent"), ("lstm_fgr", "layout_transform"), ("scrn", "fused_step"),
     *(pytest.param(name, "", id=name, marks=pytest.mark.exhaustive) for name in CELLS)])
 def test_emulated_on_a_gpu(name: str, only: str, tmp_path: Path):
-    """By every schedule that serves the cell, or one, in float32; each time with products of several operands."""
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)
@@ -162,7 +161,6 @@ def test_sums_of_products_have_the_same_gradients(name: str):
 
 
 def test_half_as_many_weights_are_on_the_chip():
-    """Each product has room for each operand, zeros where it does not read one."""
     persistent, sizes = all_schedules()["persistent"], []
     for sums in (True, False):
         task = Task(Workload("cornn", 64, I, B, T), analyse(CELLS["cornn"], I, 64, sums=sums), TINY)

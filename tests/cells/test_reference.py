@@ -161,7 +161,6 @@ def weights_of(cell: Cell, input: int, hidden: int, rng: Any, layers: int = 1, d
 @pytest.mark.parametrize("stack", [SINGLE, Stack(2, True)], ids=["layer", "stack"])
 @pytest.mark.parametrize("masks", [{}, {"lengths": LENGTHS, "resets": RESETS}], ids=["whole", "masked"])
 def test_a_users_cell_is_its_formula(name: str, masks: dict[str, Any], stack: Stack):
-    """Rows cut by hand into the sequences between their marks."""
     rng, cell = np.random.default_rng(1), step_cells.CELLS[name]
     x, weights = rng.normal(size=(T, B, I)), weights_of(cell, I, H, rng, stack.layers, stack.directions)
     y, after = ecornn.reference(cell, x, weights, **masks)
@@ -195,8 +194,6 @@ def test_sizes_come_from_the_weights_or_a_state():
 
 
 class Halves(step_cells.Formula):
-    """Refuses hidden sizes that are odd, with an error of its own."""
-
     name, states, shapes = "halves", ("h",), {"W": (2, "I"), "b": (1,)}
 
     def parameters(self, input, hidden):

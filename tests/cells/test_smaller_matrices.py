@@ -158,7 +158,6 @@ def narrow(step: Any) -> Given:
 
 
 def through(value: Any) -> Any:
-    """A step that multiplies ``value(narrow, h, b, j)`` of a narrow product by U."""
     def step(h: Any, p: Any) -> Any:
         narrow = product(h, p["V"], 0)
         return product(pointwise(lambda b, j: value(narrow[b, j], h, b, j), narrow), p["U"], 0)

@@ -72,7 +72,6 @@ def of_magnitudes(v: Any, mean: Any, size: int) -> Any:
     (of_deviations, [(1, 0), (0, 1)]), (of_squares, [(1, 0), (0, 2)]), (of_magnitudes, [(1, 0), (0, 1), (0, 1)])],
     ids=lambda v: getattr(v, "__name__", ""))
 def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
-    """All are right; deviations from the mean are seen to need no exchange of their own."""
     cell, generator = Written(variance), np.random.default_rng(0)
     graph = analyse(cell, 5, 7)
     assert counts(graph) == phases and (graph.statistics[0].squares is not None) == (variance is of_deviations)

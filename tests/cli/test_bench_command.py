@@ -91,7 +91,6 @@ def test_a_cell_of_ones_own_trains_beside_a_loop_over_its_step(module: Path):
 
 
 def test_a_module_alone_says_what_it_cannot_check(module: Path):
-    """The module's file has no step; wrong cells are refused, and what the file says already."""
     said = run(str(module), "--against", "none", "--seconds", "0.02")
     assert "ecornn is not checked" in said.stderr and said.stdout.strip().endswith("not checked")
     for option, value, why in (("--cell", "gru", "expected the cell of"), ("--batch", "3", "at most 2"),
@@ -184,7 +183,6 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: pytest.MonkeyPatch):
-    """The way of a GPU, with tensors on the CPU: inputs stay where graphs read them, results where they write them."""
     import torch
 
     class OnCpu(TorchArrays):

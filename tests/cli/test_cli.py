@@ -409,7 +409,6 @@ def test_commands_of_a_group_are_said_in_whole_sentences():
 
 
 def test_examples_can_be_pasted_at_any_width():
-    """A command that is folded is the same command to a shell."""
     line = "  ecornn compile --cell 'lstm(peepholes, clip=3)' --hidden 8 --lengths -o out.so"
     for room in range(24, 90):
         out = "\n".join(folded(f"\b\nExamples:\n{line}    what it does, and in which order\n  ecornn doctor", room))

@@ -187,7 +187,6 @@ def test_formulas_of_the_text_compute_the_step(cell: Cell):
 
 @pytest.fixture(scope="module")
 def gated() -> Report:
-    """All that is tried of a cell, but for widths of weights and bfloat16, which take modules of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CPUSequence, "weights", ("int16",))
         patch.setitem(cell_checks.SERVED, "cuda", ("float32", "float16"))
@@ -265,7 +264,6 @@ def test_a_cell_that_reads_x_at_each_unit_is_tried_with_as_many_inputs():
 
 
 def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    """The interpreter's answer is moved by 1e-4; and derived gradients by as much."""
     monkeypatch.setattr(CPUSequence, "weights", ())
     monkeypatch.setitem(cell_checks.SERVED, "llvm", ("float32",))
     right, derived = cell_checks.interpret, cell_checks.Checks.derived

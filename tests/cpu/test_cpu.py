@@ -261,7 +261,6 @@ def functions(request, tmp_path_factory):
 
 
 def samples(real: str) -> np.ndarray:
-    """Both signs of every magnitude from the smallest subnormal to the largest number."""
     largest = np.array([np.finfo(real).max]).view(f"u{np.dtype(real).itemsize}")[0]
     positive = np.linspace(0, 1, COUNT // 4, dtype=np.longdouble) * np.longdouble(largest)
     positive = positive.astype(largest.dtype).view(real)

@@ -71,7 +71,6 @@ def run(files: list[str], program: str, **environment: str) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "gomp", "off"])
 def test_whose_threads_work(files, mode):
-    """The same bits on any number of threads; those of ours stay for later calls."""
     run(files, f"""
 if {mode!r} != "none": openmp(threads=5).omp_set_num_threads(5)  # else a smaller region would end some of them
 most = 1
@@ -271,7 +270,6 @@ void __kmpc_fork_call(void *place, int32_t count, task_t task, void *data) {
 
 
 def test_a_runtime_without_the_entry_points_of_gnus(files, tmp_path: Path):
-    """By LLVM's own entry points, of a small library that has them."""
     source, library = tmp_path / "omp.c", tmp_path / "libomp.so.5"
     source.write_text(STANDIN)
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)

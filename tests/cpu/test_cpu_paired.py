@@ -27,7 +27,6 @@ BOTH = [(3, 3), (4, 4), (0, 3), (3, 0)]
 
 
 def small(gates: int, rows: int = 2, **more: int) -> dict[str, int]:
-    """Tiles of so many rows, or as many as leave registers for pairs on this CPU: one with three gates and 16."""
     return {"rows": rows_that_fit(rows, gates, pairs=3), "columns": gates,
             "project_rows": rows_that_fit(2, gates, pairs=3), "project_columns": gates, **ALL_GATES, **more}
 
@@ -56,7 +55,6 @@ def test_either_product(cell, pairs, project_pairs, tmp_path):
 
 @pytest.mark.parametrize(("cell", "rows", "columns"), [("lstm", 1, 4), ("gru", 1, 3), ("rnn_tanh", 3, 2)])
 def test_vectors_of_256_bits(cell, rows, columns, tmp_path):
-    """What a CPU of 16 registers runs, on those of 32 as well."""
     sample = Sample(tmp_path, cell, 33, 101, 4, 6, features=("avx", "avx2", "fma"), pairs=3, project_pairs=4,
                     rows=rows, columns=columns, project_rows=rows, project_columns=columns)
     compare(sample, 6, 4)

@@ -158,7 +158,6 @@ def test_a_thread_on_the_callers_processor_moves_away(sample):
 
 
 def test_no_busy_threads_after_a_call(sample):
-    """All sleep at once sooner or later; one that spins never does."""
     assert right(sample, threads=4)
     others = [p for p in Path("/proc/self/task").iterdir() if p.name != str(threading.get_native_id())]
     assert len(others) >= 3
@@ -354,7 +353,6 @@ def test_a_forked_child_begins_anew():
 
 
 def test_which_calls_take_turns(monkeypatch: pytest.MonkeyPatch):
-    """Those that give Python's lock away for microseconds; not the shortest, which keep it, nor long ones."""
     seen = list[object]()
     monkeypatch.setattr(plan, "in_turns", lambda function: lambda *given: seen.append(function(*given)))
     layer = torch.nn.RNN(7, 11)  # as other tests compile it

@@ -158,7 +158,6 @@ def test_tails(size: tuple[int, int, int, int], tmp_path: Path):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_other_lengths_smaller_batches_and_bits(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Bits do not depend on the number of threads, of which there may be more than tasks; chunks end anywhere."""
     monkeypatch.setattr(training, "CHUNK_ROWS", 20)
     layer = Layer("lstm", 24, 40, 5, 20, dtype=dtype)
     build(tmp_path, layer)

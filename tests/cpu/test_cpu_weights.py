@@ -68,7 +68,6 @@ def as_packed(weights: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray
 
 
 def unpacked(weights: np.ndarray, kind: str) -> np.ndarray:
-    """What the words of packed rows (R, K) stand for, by their definition: the bits of int32 values, times a scale."""
     (rows, k), group = weights.shape, {"int16": 2, "int21": 3}[kind]
     width = -(-k // group) * group
     packing = Packing((("w", 0),), (1, rows, width), (1, rows, 1, width // group, group), (0, 1, 3, 2, 4), kind)
@@ -186,7 +185,6 @@ def test_int8_error_at_a_usual_size():
 
 
 def test_int8_on_vectors_of_256_bits():
-    """Alder Lake has VNNI without AVX-512; its code can be looked at anywhere."""
     text = generate(plan("gru", hidden=48, batch=4, target="alderlake", weights="int8")).emitted["asm"]
     assert re.search(r"vpdpbusd\t.*%ymm", text) and "zmm" not in text
 

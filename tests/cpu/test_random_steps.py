@@ -31,8 +31,6 @@ MASKED = Traversal(lengths=True, resets=True, reverse=True)
 
 
 class Averages(Formula):
-    """Two moving averages of one product: the gradient of each goes on by itself."""
-
     name, states, shapes = "averages", ("f", "g"), {"W": (1, "I")}
 
     def step(self, x, states, p):

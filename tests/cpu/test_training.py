@@ -125,7 +125,6 @@ def test_two_calls_at_the_same_time_do_not_mix(lstm: Layer):
                                                       ("lstm", "gates", 5), ("gru", "states", 0),
                                                       ("gru", "gates", 5), ("rnn_tanh", "gates", 0)])
 def test_what_is_kept_is_what_is_said(cell, keep, values):
-    """So many values of 4 bytes for each step, row and unit, beside y, which the caller has."""
     layer = Layer(cell, keep=keep)
     y, _, kept = layer.bound.forward(layer.x, layer.states)
     batch, most, room = layer.x.shape[1], layer.module.manifest.workload.batch, 256 * values
@@ -150,7 +149,6 @@ def test_what_is_kept_where_it_is_left_open():
 
 
 def test_what_is_kept_in_a_callers_memory(lstm: Layer):
-    """Of fewer rows than were compiled for, less; nothing is written behind it; from a copy the same gradients."""
     x, dy = lstm.x[:, :2].copy(), lstm.dy[:, :2].copy()
     size = lstm.bound.kept_bytes(T, 2)
     assert 20 * 2 * T * H <= size <= 20 * 2 * T * H + 5 * 256
@@ -170,7 +168,6 @@ def test_what_is_kept_in_a_callers_memory(lstm: Layer):
 
 
 def test_a_long_sequence_takes_no_more_workspace(lstm: Layer):
-    """All that grows with T is what is kept."""
     assert lstm.bound.training_workspace_bytes(100_000) == lstm.bound.training_workspace_bytes(10)
 
 

@@ -52,7 +52,6 @@ def blocks(name: str, language: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The Python of a page, one block after the other, in one file that a cell's source can be read of."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     found = blocks(name, "python")
@@ -63,7 +62,6 @@ def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def commands(name: str) -> list[list[str]]:
-    """The commands of ecornn in a page's shell blocks, as words."""
     lines = "".join(blocks(name, "sh"))
     words = [shlex.split(line, comments=True) for line in lines.replace("\\\n", " ").splitlines()]
     return [w for w in words if w and w[0].startswith("ecornn")]
@@ -131,7 +129,6 @@ def test_the_readme_is_short():
 
 
 def test_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """It builds without warnings, no page asks a network for anything, and none scrolls sideways on a phone."""
     build = pytest.importorskip("mkdocs.commands.build")
     from mkdocs.config import load_config
 
@@ -163,7 +160,6 @@ def test_the_first_result_comes_within_three_minutes_and_nothing_is_silent(page:
 
 
 def test_commands_are_told_as_they_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What they print, in order, their codes, how long they said nothing; and the page."""
     looks = itertools.chain((0.0, 1.0, 31.0), itertools.count(32.0))  # at the begin, at each line, and at the end
     monkeypatch.setattr(first_minutes, "time", SimpleNamespace(monotonic=lambda: next(looks)))
     steps = [Step("One:", "echo begun; echo relative error of y 1e-7; echo on stderr >&2"),
@@ -194,7 +190,6 @@ SLOW = "search."  # figures of whole searches take ten seconds to read
 
 
 def test_tables():
-    """Every file of these has its place in the pages, and the tables there are those of the files."""
     text = "".join((ROOT / page).read_text() for page in report.PAGES)
     marks = set(re.findall(r"<!-- (measured[\w-]*): begin -->", text))
     for name in TABLES:
@@ -237,7 +232,6 @@ def test_a_figure_that_is_not_that_of_the_results():
 
 
 def test_in_programs_no_layer_is_slower_than_what_it_replaces():
-    """In turns with PyTorch's operations, and under 2 to 4 times the load of the cores."""
     assert min(figures.in_programs("turns", "ms")) >= 1 and figures.geometric(figures.in_programs("turns", "ms")) >= 1.5
     assert min(figures.in_programs("busy", "ms") + figures.in_programs("busy", "p99_ms")) >= 1
     assert {r["busy"] for r in figures.rows("cpu_in_programs.json") if r["mode"] == "busy"} == {2, 4}

@@ -25,7 +25,6 @@ def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environ
 
 
 def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
-    """A reference that says something else must end in exit code 1."""
     ecornn.compile("gru", hidden=20, input=12, batch=3, seq=7, target="cpu", out=tmp_path / "gru.so")
     text = run("00_first_run.py", "gru.so", cwd=tmp_path)
     assert float(re.search(r"against float64: (\S+),", text)[1]) <= 1e-5 and "us a step" in text

@@ -89,7 +89,6 @@ def test_letters_are_read_without_repetitions_and_blanks():
 
 
 def test_sound_has_the_tones_of_its_letters():
-    """Letters of different tones have different spectra, the same ones nearly the same, whoever speaks."""
     def spectrum(letter: str, seed: int) -> np.ndarray:
         sound = speech.spoken(5 * letter, speech.RATE // 2, np.random.default_rng(seed))
         assert sound.shape == (speech.RATE // 2,)
@@ -222,7 +221,6 @@ def test_a_step_is_that_of_pytorch():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what PyTorch's tracer looks at
 def test_compiled_parts_make_the_same_step(monkeypatch: pytest.MonkeyPatch):
-    """Clipped and not: traced by PyTorch's compiler, carried out as traced."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, options=None, **how: compile(function, backend="eager",
                                                                                         **how))

@@ -116,7 +116,6 @@ class Emulated:
         return y, out
 
     def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = programs.RUN, add: bool = True) -> None:
-        """An entry's calls on the buffers; ``add``: gradients of parameters are added to what is there."""
         scalars = {"T": steps, "B": batch, "add": int(add)}
         for call, values, own in _in_turn(self.program.entries[entry].calls, scalars, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])

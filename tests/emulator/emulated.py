@@ -44,7 +44,6 @@ def known_by_name(cells: Mapping[str, Cell]) -> Any:
 
 def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY,
             traversal: Traversal = ALONE) -> Task:
-    """``dtype``: also tf32, or as ``float16, int8`` with what weights are rounded to."""
     T, B, I, H = sizes
     found: Cell = ALL_CELLS.get(cell) or get(cell)
     if cell in step_cells.SQUARE:
@@ -119,7 +118,6 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
 
 def training_program(schedule: Schedule, task: Task, overlap: Overlap = SERIAL,
                      behind: Schedule | None = None) -> Program:
-    """The program of a schedule's default, with a backward pass by ``behind``, or what is expected to be fastest."""
     inner = adjoint_task(task)
     behind = behind or serving_or_raise(inner)[0]
     return make_program(schedule, task, schedule.default(task), (behind, behind.default(inner)), overlap)
@@ -132,7 +130,6 @@ def only(program: Program, entry: str) -> Program:
 
 
 def after_each_step(forward: Forward, state: str) -> Forward:
-    """As ``forward``, with a state of that name after each step in place of y."""
     def run(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ends = [forward(cell, x[:t], states, parameters)[1] for t in range(1, len(x) + 1)]
         return np.stack([end[state] for end in ends]), ends[-1]
@@ -164,7 +161,6 @@ def masks_of(traversal: Traversal, steps: int, batch: int, together: int = 1) ->
 
 
 def _numbered(table: np.ndarray) -> np.ndarray:
-    """With numbers from 0 on, and at least one sequence."""
     if table.max() < 0:
         table[0, 0] = 0
     return np.searchsorted(np.unique(table[table >= 0]), table) - (table < 0)

@@ -100,7 +100,6 @@ def run(name: str, task: Task, program: Any, folder: Path, numbers: tuple[int, .
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_dropped_is_missed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    """With all fences nobody sees too little."""
     task, program = program_of(name, monkeypatch)
     right, given = run(name, task, program, tmp_path)
     x, states, parameters = given[0].astype(np.float64), *({n: v.astype(np.float64) for n, v in g.items()}
@@ -140,7 +139,6 @@ extern "C" void message(unsigned* data, unsigned* flag, unsigned* found) {
     ("*flag = 1, emu::fence()", "seen = *flag, emu::fence()", False),
     ("emu::fence(), *flag = 1", "emu::fence(), seen = *flag", False)], ids=str)
 def test_a_message(tmp_path: Path, send: str, receive: str, arrives: bool):
-    """Data and a flag: what PTX promises arrives, and nothing else."""
     source = MESSAGE.replace("SEND", send).replace("RECEIVE", receive)
     data, flag, found = (np.zeros(1, np.uint32) for _ in range(3))
     library = compiled(source, ["message"], tmp_path, ordered=True)

@@ -36,7 +36,6 @@ def toolkit() -> Path | None:
 
 
 def program(source: str, folder: Path) -> Path:
-    """That calls CUDA's runtime, compiled against the toolkit's headers, which are not held to our warnings."""
     root = toolkit()
     if root is None:
         pytest.skip("there is no CUDA toolkit, whose headers the program includes")
@@ -188,7 +187,6 @@ def on_gpu(model: Path, providers: list[Any], options: Any = None) -> Any:
 
 
 def test_onnxruntime_on_its_cuda_provider(tmp_path: Path, providers: list[Any]):
-    """A speech model, whose compiled nodes agree with ONNX Runtime's own on a CPU, for several T and B."""
     from onnxruntime_sample import alike, operators, session, speech
 
     import ecornn.onnxruntime
@@ -206,7 +204,6 @@ def test_onnxruntime_on_its_cuda_provider(tmp_path: Path, providers: list[Any]):
     ("LSTM", ("h0", "c0"), {"direction": "bidirectional"}), ("GRU", ("lens", "h0"), {"linear_before_reset": 1}),
     ("RNN", (), {})])
 def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path, providers, op, inputs, attributes):
-    """No farther from float32's results than twice what ONNX Runtime's own node of that type is."""
     import onnx
     from onnxruntime_sample import feeds_of, model_of, session
 

@@ -34,7 +34,6 @@ LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN,
 
 
 def library_error(cell, x, weights, state, expected, kind):
-    """Error of the same computation in the same dtype by PyTorch: cuDNN, or a loop of its own products."""
     p = {k: torch.tensor(v, device="cuda").to(kind) for k, v in weights.items()}
     if cell in LIBRARY:
         layer = LIBRARY[cell](x.shape[2], expected.shape[2],
@@ -145,7 +144,6 @@ HOISTED = [(schedule, cell, dtype, sizes)
 @pytest.mark.parametrize("choice", ["float32", "same"])
 @pytest.mark.parametrize(("schedule", "cell", "dtype", "sizes"), HOISTED, ids=str)
 def test_hoisted_values_in_16_bits(schedule, cell, dtype, sizes, choice):
-    """The default takes one of the two, by the size; the library, which rounds them too, is the measure of both."""
     Sample(cell, sizes, dtype, sizes[3] + 1, schedule=schedule, config={"hoisted": choice}).check()
 
 

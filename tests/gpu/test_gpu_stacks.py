@@ -71,7 +71,6 @@ TWO_GROUPS = {"groups": 2, "units": 16, "warps": 3, "gate_warps": 3, "chains": 1
     *((*one, None) for one in SERVED if one[0].startswith("persistent")),
     *((*one, TWO_GROUPS) for one in SERVED if one[0] == "persistent")])
 def test_sequences_in_columns(schedule: str, cell: str, dtype: str, config: dict[str, Any] | None, stack: Stack):
-    """Whole ones, and where the kernel's groups have several columns others that wrap around."""
     T, B, I, H, S, kind = 23, 11, 40, 96, 37, getattr(torch, dtype)
     layer, weights = compiled(cell, dtype, stack, (T, B, I, H), schedule=schedule, config=config)
     rng = np.random.default_rng(1)
@@ -252,7 +251,6 @@ def test_a_training_step(schedule, cell, dtype, sizes, stack):
 
 
 def gradients_reversed(layer, cell, weights):
-    """Of a layer that goes backwards: as of one that goes forward, on sequences turned round. The bits of all."""
     w = layer.manifest.workload
     rng, kind = np.random.default_rng(0), getattr(torch, w.dtype)
     lengths = rng.integers(w.seq // 2, w.seq + 1, 2 * w.batch + 1)
@@ -276,7 +274,6 @@ def gradients_reversed(layer, cell, weights):
 
 @pytest.mark.parametrize(("layers", "both"), [(1, False), (2, True)])
 def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
-    """In columns, as without gradients; against PyTorch's layer in float64."""
     monkeypatch.setenv("ECORNN_STRICT", "1")
     taken = []
     monkeypatch.setattr(packed, "laid", lambda *of: taken.append(of) or packed_laid(*of))

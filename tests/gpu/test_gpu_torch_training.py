@@ -109,7 +109,6 @@ def inputs(parts: int, states: int, width: int = H, batch_first: bool = False) -
     ("LSTM", torch.float32, {"num_layers": 2, "proj_size": 9}),
     *(("LSTM", torch.float32, {"autocast": low}) for low in (torch.bfloat16, torch.float16))])
 def test_gradients(name: str, dtype: torch.dtype, options: dict[str, Any]):
-    """Under autocast products in 16 bits, weights and their gradients in float32."""
     parts = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
     check(name, dtype, *inputs(parts, 2 if name == "LSTM" else 1, options.get("proj_size", H),
                                options.get("batch_first", False)), **options)
@@ -214,7 +213,6 @@ def test_torch_compile_under_autocast():
 
 
 def test_dropout_between_layers():
-    """A seed gives masks; cuDNN draws others from it."""
     *_, ours = pair(num_layers=2, dropout=0.5)
     x, found = torch.randn(T, B, I, device="cuda"), []
     for seed in (3, 3, 4):
@@ -273,7 +271,6 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
 
 
 def test_a_whole_step_in_a_cuda_graph():
-    """Forward, backward and Adam, replayed: the losses of the same steps without a graph; its weights are seen."""
     *_, theirs, ours = pair(num_layers=2)
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2, capturable=True) for m in (theirs, ours)]
     data = [(torch.randn(T, B, I, device="cuda"), torch.randn(T, B, H, device="cuda")) for _ in range(12)]
@@ -376,7 +373,6 @@ def test_streams():
 
 
 def test_500_steps_stay_with_torch_nn():
-    """Adam from the same weights on the same data: two layers learn the running mean of a sequence."""
     torch.manual_seed(0)
     compiled, head = ecornn.torch.LSTM(2, 32, 2), torch.nn.Linear(32, 2)
     compiled.wait = True

@@ -70,7 +70,6 @@ def test_work_follows_the_current_stream(module: Module):
 
 
 def test_a_cuda_graph(module: Module):
-    """Captured once, replayed on new inputs, beside calls that are not in the graph."""
     layer, x = module.bind(WEIGHTS), torch.from_numpy(inputs()).cuda()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

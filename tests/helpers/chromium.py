@@ -99,7 +99,6 @@ def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def fits(found: list[dict[str, Any]]) -> None:
-    """Fails where a page is wider than its window, or a picture's words are too small or leave it."""
     for one in found:
         assert one["text"] > 200, f"{one['page']} is empty"
         assert one["scroll"] <= one["client"], one

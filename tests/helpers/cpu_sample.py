@@ -32,8 +32,6 @@ ALL_GATES = {"gates": 0, "project_gates": 0}  # as products of pairs have them
 
 
 class Array:
-    """An array between guards of NaN; ``offset`` elements off the alignment of 64 of them."""
-
     def __init__(self, shape: tuple[int, ...], offset: int = 0, dtype: str = "float32") -> None:
         size = int(np.prod(shape))
         self.memory = np.full(size + 3 * GUARD + 64, np.nan, dtype)

@@ -143,7 +143,6 @@ def values(states: Any) -> Sequence[Any]:
 
 
 def library(arithmetic: str) -> Forward:
-    """A sequence from its first step to its last, as a library of that type computes it."""
     steps: dict[Any, Rounded] = {}
     def forward(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         found, now, y = ALL_CELLS.get(cell) or get(cell), list(states.values()), []
@@ -177,5 +176,4 @@ class Rounded(Step):
 
 
 def stored(value: Any, arithmetic: str) -> Any:
-    """A tensor of a layer; with tf32 products these are float32."""
     return np.float64(rounded(value, "float32" if arithmetic == "tf32" else arithmetic))

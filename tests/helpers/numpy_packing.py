@@ -64,7 +64,6 @@ def cast(values: Array, dtype: str) -> Array:
 
 
 def tf32(values: Array) -> NDArray[np.float32]:
-    """``values`` as float32, rounded to 10 bits of mantissa, ties away from zero; NaN stays NaN."""
     with np.errstate(over="ignore"):
         single = np.ascontiguousarray(values, np.float32)
     rounded = (single.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
@@ -93,7 +92,6 @@ def powers(values: Array) -> NDArray[np.float32]:
 
 
 def balanced(values: Array) -> NDArray[np.float32]:
-    """Rows divided by their powers of two: rounded to float32 first, then exact."""
     single = values.astype(np.float32, copy=False)
     return single / powers(single)[..., None]
 

@@ -227,8 +227,6 @@ def _renumbered(e: Any, number: dict[str, dict[int, int]]) -> Any:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random step. ``square``: it reads x at the unit, and needs I = H."""
-
     seed: int
     cell: RandomCell
 
@@ -238,7 +236,6 @@ class Drawn:
 
     @property
     def description(self) -> str:
-        """The step in lines, ``v<n> = ...``, expressions as tuples."""
         lines = [f"v{n} = {s}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
         new = [f"{s}' = v{n}" for s, n in zip((*self.cell.states, "y"), self.cell.drawing.results, strict=False)]
         return "\n".join([f"{self.cell.name}:", *(f"  {line}" for line in lines + new)])
@@ -281,7 +278,6 @@ class Drawn:
         return all(relative(rounded[n], v, 1e-6) < SENSITIVE for n, v in exact.items())
 
     def reference(self, a: Call, reverse: bool = False) -> dict[str, np.ndarray]:
-        """In float64: y, dx, ``<state>_out``, ``d<state>_in``, ``gradient_<parameter>``."""
         return self._gradients(a, reverse)[0]
 
     def _gradients(self, a: Call, reverse: bool, rounds: bool = False) -> tuple[dict[str, np.ndarray], float]:

@@ -35,7 +35,6 @@ GPU = KNOWN["sm_90a"]
 
 
 def taken(buffers: tuple[Buffer, ...]) -> dict[str, tuple[str, ...]]:
-    """The entries of a module whose ``run`` takes all of its buffers."""
     return {"run": tuple(b.name for b in buffers)}
 
 
@@ -93,7 +92,6 @@ def build_text(text: str, cuda: bool = False, bfloat16: bool = False, sequences:
 
 
 def c_interface(text: str, place: Path, there: Container[str]) -> list[str]:
-    """Files to link: the C interface of a module with this manifest and those of its functions that are ``there``."""
     try:
         said = decode(text)
         tables = c_tables.tables(said, said.entries)
@@ -133,7 +131,6 @@ def expected(x: Any, values: dict[str, np.ndarray],
 
 
 def tables_of(parameters: Sequence[Parameter], packings: Iterable[Packing]) -> tuple[Manifest, bytes]:
-    """The manifest and the C tables of a module that has these."""
     base = manifest()
     packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(packings)]
     buffers = (*base.buffers[1:4], *packed)

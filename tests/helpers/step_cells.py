@@ -44,8 +44,6 @@ class Formula(Cell):
 
 
 class Gated(Formula):
-    """Minimal gated unit: a second product of what the first one gates; its gate is carried over."""
-
     name, states, shapes = "gated", ("h",), {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, parameters):
@@ -82,8 +80,6 @@ class Pair(Formula):
 
 
 class Leaky(Formula):
-    """No recurrent product, and x outside of products too (so I == H)."""
-
     name, states, shapes = "leaky", ("h",), {"W": (1, "I"), "b": (1,)}
 
     def step(self, x, states, parameters):
@@ -95,8 +91,6 @@ class Leaky(Formula):
 
 
 class Average(Formula):
-    """No product at all, no parameter."""
-
     name, states = "average", ("h",)
 
     def step(self, x, states, parameters):
@@ -147,8 +141,6 @@ class Seven(Formula):
 
 
 class Decay(Formula):
-    """Nothing of x at all."""
-
     name, states, shapes = "decay", ("h",), {"u": (1,)}
 
     def step(self, x, states, parameters):
@@ -160,8 +152,6 @@ class Decay(Formula):
 
 
 class Echo(Formula):
-    """A recurrent product, but none of x."""
-
     name, states, shapes = "echo", ("h",), {"R": (1, "H")}
 
     def step(self, x, states, parameters):
@@ -298,8 +288,6 @@ class SCRN(Formula):
 
 
 class Peephole(Formula):
-    """LSTM whose gates also read the cell state: pointwise values before any product."""
-
     name, states, output, unread = "peephole", ("c", "h"), "h", ("p",)
     shapes = {"W": (3, "I"), "R": (3, "H"), "p": (3,)}
 
@@ -319,8 +307,6 @@ class Peephole(Formula):
 
 
 class Chain(Formula):
-    """Three products a step, one of a function of the state, and values that skip a phase."""
-
     name, states, shapes = "chain", ("h", "s"), {"W": (2, "I"), "R": (4, "H"), "v": (2,)}
 
     def step(self, x, states, p):

@@ -27,14 +27,12 @@ def documented(language: str, holds: str = "") -> str:
 
 
 def flags(*asked: str) -> list[str]:
-    """What ``ecornn config`` prints that is asked for ``--cflags`` or ``--libs``."""
     result = CliRunner().invoke(main, ["config", *asked])
     assert result.exit_code == 0, result.output
     return shlex.split(result.output)
 
 
 def compiled(source: Path, out: Path, *more: str, last: Sequence[str | Path] = (), alone: bool = False) -> Path:
-    """The program of a source in C or C++; ``last``: further libraries, or all of them if it is ``alone``."""
     c = source.suffix == ".c"
     compiler = shutil.which("cc" if c else "c++")
     assert compiler, "these tests need a C and a C++ compiler"
@@ -89,7 +87,6 @@ def arrays_of(module: Module, **shapes: tuple[int, ...]) -> dict[str, np.ndarray
 
 
 def training_arrays(module: Module) -> dict[str, np.ndarray]:
-    """Those of a training step of an LSTM, with gradients dh and dc of its last states."""
     w = module.manifest.workload
     return arrays_of(module, x=(w.seq, w.batch, w.input), dy=(w.seq, w.batch, w.hidden),
                      **dict.fromkeys(("h_in", "c_in", "dh", "dc"), (w.batch, w.hidden)))

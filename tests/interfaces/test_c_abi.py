@@ -173,7 +173,6 @@ def test_the_program_of_the_documentation(folder: Path, large: Module, language:
 
 
 def test_versions(folder: Path, lstm: Module, program: Path):
-    """A file whose interface has another version, and one from before there was one."""
     function = ctypes.CDLL(str(lstm.path)).ecornn_module_api
     function.restype = ctypes.POINTER(ctypes.c_int32 * 2)
     assert not function(2) and not function(0) and function(1).contents[0] == 1

@@ -83,7 +83,6 @@ def test_gradients(lstm: ecornn.jax.Recurrent):
 
 @pytest.mark.parametrize("own_weights", [False, True])
 def test_vmap(lstm: ecornn.jax.Recurrent, gru: ecornn.jax.Recurrent, own_weights: bool):
-    """Rows of a batch, here two at a time; and one after the other."""
     for layer, cell in ((lstm, "lstm"), (gru, "gru")):
         many = [weights_of(layer.module, seed) for seed in range(3)]
         weights = {n: np.stack([w[n] for w in many]) for n in many[0]} if own_weights else many[0]

@@ -79,7 +79,6 @@ class Sample:
 
 
 def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample:
-    """Of the recurrence ``task``: values of a forward pass over random x, and random gradients."""
     w, graph = task.workload, task.graph
     rng, shape = np.random.default_rng([seed, w.seq, w.batch, w.hidden]), (w.seq, w.batch, w.hidden)
     def of_type(values: Array, dtype: str = w.dtype) -> Array:
@@ -100,7 +99,6 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
 
 
 def laid(layout: Hoisted, rows: Array) -> Array:
-    """Values (T*B, Q, H) as the workspace has them, NaN where it has padding."""
     return layout.laid(rows).astype(DTYPES[layout.dtype]).reshape(-1)
 
 

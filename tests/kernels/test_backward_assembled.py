@@ -248,7 +248,6 @@ def check(name, got, exactly, sums, kind):
 
 
 def test_every_cell_has_a_replay():
-    """Of some of them no test runs it, but all can be planned."""
     for cell in step_cells.CELLS:
         memory = memory_of(cell, (3, 2, 5, 5), "float32")
         layout = Hoisted("float32", len(memory.adjoint.recurrence.hoisted_outputs), 5)
@@ -256,7 +255,6 @@ def test_every_cell_has_a_replay():
 
 
 def before(after, first, traversal, masks):
-    """What each step begins with; zero where it takes no part."""
     found = np.zeros_like(after)
     for b in range(after.shape[1]):
         end = min(masks.get("lengths", [len(after)] * after.shape[1])[b], len(after))
@@ -309,7 +307,6 @@ def test_gathers(tmp_path, sizes, dtype, traversal):
 
 
 def filled_up(values, memory):
-    """States before each step as they lie in memory, with NaN where nobody reads."""
     missing = memory.before("h").stride - values.shape[-1]
     return np.pad(values, [(0, 0), (0, 0), (0, missing)], constant_values=np.nan)
 

@@ -42,7 +42,6 @@ LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, shortest: int = 1) -> None:
-    """Small layers, too, train in chunks of eight steps, from so many steps on."""
     eight = {"gates": 8, "states": 8}
     for constant, value in {"ROOM": 1, "LEAST": eight, "BACKWARD": eight, "SHORTEST": shortest}.items():
         monkeypatch.setattr(chunks, constant, value)
@@ -75,7 +74,6 @@ class Step:
                     masks.get("lengths"), masks.get("resets"), table)
 
     def run(self, call: Call, add: bool = True, apart: bool = False) -> dict[str, np.ndarray]:
-        """What both entries make, see :func:`~emulated.train`."""
         return train_call(self.emulated, list(self.task.graph.states), call, add=add, apart=apart)
 
 
@@ -153,7 +151,6 @@ def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(t
     ("gru_reset_before", (4, 3, 7, 40), "bfloat16", Traversal(reverse=True)),
 ], ids=str)
 def test_weights_that_do_not_fit_on_chip(name, sizes, dtype, traversal, tmp_path, monkeypatch):
-    """The adjoint's recurrence with a launch a step and phase."""
     for schedule in (Persistent, PersistentWide):
         monkeypatch.setattr(schedule, "refuses", lambda self, task: "no room")
     step = Step(tmp_path, "layout_transform", name, sizes, dtype, traversal)
@@ -192,7 +189,6 @@ def test_a_training_step_of_every_cell(name, tmp_path):
     pytest.param("lstm", (20, 3, H, H), Traversal(reverse=True, lengths=True), marks=pytest.mark.exhaustive),
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
-    """Of 8 steps, the last one of fewer; the same bits in every run."""
     in_chunks(monkeypatch)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):
@@ -237,7 +233,6 @@ def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
     pytest.param("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}, marks=pytest.mark.exhaustive),
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
 def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
-    """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
     in_chunks(monkeypatch)
     large_batches(monkeypatch, cut)
     step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)

@@ -178,7 +178,6 @@ def test_weights_that_do_not_fit_on_chip(tmp_path, arch):
 
 @pytest.mark.parametrize("change", [{}, {"fences": "rare"}, CLUSTER], ids=str)
 def test_with_no_more_order_of_memory_than_is_promised(tmp_path, change):
-    """The exchange of several operands, about twice around its ring."""
     layer = task_of("gru_reset_before", (40, 3, 9, 24), "float32", replace(SMALL, cores=12))
     check_recurrence(tmp_path, Persistent(), layer, cut(layer, units=8, warps=1, **change), ordered=True)
 
@@ -222,7 +221,6 @@ def test_packing_without_zeros():
     (Persistent(), "lstm", 16, 768), (Persistent(), "gru", 20, 800), (Persistent(), "rnn_tanh", 64, 512),
     (STEP, "lstm", 64, 640)], ids=lambda value: getattr(value, "name", str(value)))
 def test_what_is_asked_of_a_schedule_that_carries_out_adjoints(schedule, cell, batch, hidden):
-    """Knobs, check, default and features of the sizes that are measured; no projection is beside a recurrence."""
     layer = task_of(cell, (300, batch, hidden, hidden), "bfloat16", HOPPER)
     task = recurrence_of(layer)
     config = check_asked(schedule, task)
@@ -238,7 +236,6 @@ def test_what_is_asked_of_a_schedule_that_carries_out_adjoints(schedule, cell, b
     ("lstm", 16, 768, "persistent"), ("lstm", 64, 2048, "persistent_wide"), ("lstm", 256, 1024, "persistent_wide"),
     ("gru", 2, 5000, "layout_transform")])
 def test_which_schedule_carries_out_an_adjoint(cell, batch, hidden, name):
-    """The faster one of those that keep weights on chip; for all else there is the other."""
     task = recurrence_of(task_of(cell, (256, batch, hidden, hidden), "bfloat16", HOPPER))
     assert choose(task, None, None, Log()).schedule.name == name
     assert hidden < 5000 or "do not fit" in str(Persistent().serves(task))

@@ -97,12 +97,10 @@ def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal):
     ("lstm", (5, 9, 7, 17), {"rows": 2}, Traversal(True, 2, True, True, keep="gates")),
     ("block_gru", (5, 9, 7, 32), {"rows": 2, "heads": 2}, Traversal(keep="gates"))], ids=str)
 def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path, cell, sizes, change, traversal):
-    """Blocks without rows, and a part of one; values of rows that the call has."""
     check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, "float16", SMALL, traversal), CUT | change, batch=3)
 
 
 def test_another_batch():
-    """Of a configuration whose blocks share multiprocessors."""
     schedule, device = PersistentBlock(), KNOWN["sm_90a"]
     config = CUT | {"rows": 4, "resident": 2, "math": "relative"}
     for batch, expected in ((3, (3, 1)), (500, (4, 1)), (2000, (4, 2))):

@@ -56,7 +56,6 @@ def space(name: str, fixed: int = 0, per_step: int = 0, dtype: str = "float32") 
 
 
 def test_one_lies_where_another_was():
-    """What is made first is not needed when what is made third is; the second one goes on."""
     functions = {"first": function("T", "a", "b"), "second": function("T", "a", "c"), "third": function("b", "c", "d")}
     calls = (launch("first"), launch("second"), launch("third"))
     buffers = (space("a", per_step=4), space("b", per_step=4), space("c", per_step=4),
@@ -89,7 +88,6 @@ def test_what_a_result_may_be_written_over():
 
 
 def test_a_walk_knows_every_kind_of_call():
-    """Each kind of call, of which one has another inside: all launches are seen and replaced, and all buffers."""
     leaf, rows = launch("kernel", into="a"), {"x": 3}
     kinds = [leaf, programs.Parallel("kernel", {"into": "a"}), programs.Fill("a", 0, Extent(8)), programs.Loop((leaf,)),
              programs.Relay((leaf,), "a", "b", "c", "d", 4), programs.Concurrent(((leaf,), (leaf,))),
@@ -165,7 +163,6 @@ def widened(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def tables_of_launches(library: Any, parameters: dict[str, np.ndarray], to: dict[Packing, int]) -> list[list[bytes]]:
-    """Of each launch that packs all buffers its works, jobs, sources, places, and the numbers of its parameters."""
     said = [Parameter(n, n, (v.shape[0] * v.shape[1], *v.shape[2:]), len(v)) for n, v in parameters.items()]
     parts: list[bytes] = []
     take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(
@@ -220,12 +217,10 @@ def check_layer(library: Any, task: Task, schedule: str) -> dict[str, Packing]:
     ("lstm(projection)", "persistent", "bfloat16"), ("indrnn", "elementwise", "float16"),
     ("slstm", "persistent", "float32")])
 def test_what_training_modules_pack(library: Any, cell: str, schedule: str, dtype: str):
-    """Whole tiles and parts of them, also of weights that are transposed, in pieces."""
     assert len(check_layer(library, task_of(cell, (5, 3, 13, 40), dtype, TINY, Traversal(keep="states")), schedule)) > 2
 
 
 def test_matrices_of_several_numbers_of_rows(library: Any):
-    """Narrow ones of x beside whole ones, in one packing."""
     cell, rng = NarrowInput(18, whole=True), np.random.default_rng(0)
     task = Task(Workload(cell.name, 40, 13, 3, 5, "float16"), analyse(cell, 13, 40), TINY, Traversal(keep="states"))
     cases = check_layer(library, task, "persistent")

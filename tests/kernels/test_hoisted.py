@@ -188,14 +188,12 @@ def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype, hoisted):
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
-    """Copies that come before the stage is free, and halves of the rows in step, show here."""
     monkeypatch.setattr(kernel, "LAG", lag)
     made = task("lstm", (9, 16, 520, 40), "bfloat16", 2)
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
 
 
 def test_what_it_does_not_serve():
-    """These keep the kernel of ``schedules/gemm/rows_mma.py``."""
     def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):
         return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
 
@@ -207,7 +205,6 @@ def test_what_it_does_not_serve():
 
 
 def test_a_part_of_the_rows_ahead_keeps_one_packing():
-    """Workers beside the recurrence read the weights as the other kernel does."""
     made = task("lstm", (40, 7, 24, 40), "bfloat16", 6)
     ahead = [next(b.packing for b in project(made, ahead=a).buffers if b.name == "input_weights") for a in (100, 50, 0)]
     assert ahead[0] != ahead[1] == ahead[2]

@@ -105,7 +105,6 @@ def some_slow(cases: list[Case], quick: int, *more: Any) -> list[Any]:
 
 
 def cut(task: Task, **change: Any) -> dict[str, Any]:
-    """A configuration with as many gate warps as make full fours of warps, or have work."""
     config = {**CUT, **change}
     rows = -(-task.workload.batch // config["groups"])
     busy = -(-config["units"] * rows // 32)
@@ -134,7 +133,6 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
 
 @pytest.mark.parametrize(("reverse", "seed"), [(False, 0), (True, 1), (False, 4), (True, 3)])
 def test_columns_of_random_lengths(tmp_path, reverse, seed):
-    """Laid as a user does, in two groups of columns."""
     lengths = np.random.default_rng(seed).integers(1, 12, 31)
     columns = Columns.of(lengths, 11, 6)
     assert columns.wrapped.size and len(columns.table) < len(Columns.of(lengths, 11).table)
@@ -155,7 +153,6 @@ def test_no_projection_beside_a_recurrence_that_goes_backwards():
 
 
 def test_each_direction_has_a_default_of_its_own():
-    """The same schedule object answers for both, whichever is asked first."""
     schedule = Persistent()
     for reverse in (False, True, False):
         task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Traversal(reverse, 2))
@@ -186,7 +183,6 @@ STREAMED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], int, l
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED, ids=str)
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,
                                                      expected, arch):
-    """By bulk copies into rings, or without those straight into registers."""
     monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
     task = task_of(cell, sizes, dtype, replace(KNOWN[arch], cores=6, shared=kilobytes << 10))
     config = cut(task, **change)
@@ -262,7 +258,6 @@ CLUSTER_STATISTICS: list[Case] = [
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), [
     *CLUSTERS, *some_slow(CLUSTER_STATISTICS, 3)], ids=str)
 def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
-    """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     config = cut(task, **CLUSTER, **change)
     program = Persistent().program(task, Persistent().plan(task, config))

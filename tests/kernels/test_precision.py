@@ -54,7 +54,6 @@ def test_matches_float64_with_weights_rounded_alike(tmp_path, cell, sizes, dtype
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, arch):
-    """As copies into rings, or straight into registers."""
     monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
     device = replace(KNOWN[arch], cores=6, shared=5 << 10)
     task, whole = (task_of("echo", (5, 3, 0, 150), kind, device) for kind in ("float16, int8", "float16"))
@@ -77,7 +76,6 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_integer_is_what_it_stands_for(tmp_path, dtype):
-    """A row with each of -127 to 127, whose products with one unit's state are the weights themselves."""
     task = task_of("echo", (1, 1, 0, 256), f"{dtype}, int8", replace(SMALL, cores=32))
     x, states, parameters = inputs("echo", (1, 1, task.workload.input, 256), dtype, task.graph.parameters,
                                    tuple(task.graph.states))

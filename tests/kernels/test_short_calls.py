@@ -37,8 +37,6 @@ def replaced(task: Task, steps: int) -> Task:
 
 
 class InAnotherOrder(Persistent):
-    """``start`` as early as it may come: all of it before the projection."""
-
     def program(self, task: Task, plan: Any) -> Program:
         program = super().program(task, plan)
         (name, entry), = program.entries.items()
@@ -237,7 +235,6 @@ def test_what_it_does_not_serve(cell: str, traversal: Traversal, reason: str):
 
 
 def test_what_is_chosen_for_how_many_steps():
-    """By the estimate, beside records of long sequences and without any; never for long ones."""
     for hidden in (1024, 333):
         sizes = {"hidden": hidden, "batch": 16, "dtype": "float16", "target": "sm_90a"}
         few, many = (plan("lstm", seq=seq, **sizes).found for seq in (1, 300))

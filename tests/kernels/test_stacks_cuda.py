@@ -94,7 +94,6 @@ WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float3
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "width", "change"), WAVES, ids=str)
 def test_a_wavefront(tmp_path, schedule, cell, stack, dtype, width, change):
-    """With less than a chunk, a chunk and a step, and several; states and resets at the ends of chunks."""
     program = program_of(schedule, cell, stack, dtype, overlap=Overlap("wavefront", width, 3, 5), **change)
     assert sum(isinstance(call, Wave) for call in program.calls) == max(1, stack.layers // width)
     emulated = Emulated(program, tmp_path)
@@ -178,7 +177,6 @@ def test_modules_compute_what_they_should(tmp_path, fake, schedule, cell, stack,
     pytest.param("lstm", "float32", marks=pytest.mark.exhaustive),
     pytest.param("gru_reset_before", "bfloat16", marks=pytest.mark.exhaustive)])
 def test_persistent_stacks_compile(cell, dtype, monkeypatch):
-    """With predicates as without, and no register spilled; equal layers share their kernels."""
     stack = Stack(3, True, True, True)
     clusters = program_of("persistent", cell, stack, dtype, cores=132)
     assert sorted(clusters.functions) == sorted(f"{n}{end}" for n in ("project", "persistent") for end in ("", "_v1"))
@@ -337,7 +335,6 @@ def test_rows():
     ("lstm", (50, 16, 256, 256), ("persistent", "persistent_wide", "layout_transform", "fused_step")),
     ("lstm", (50, 16, 64, 64), ("persistent_block",)), ("indrnn", (50, 16, 256, 256), ("elementwise",))])
 def test_estimates_read_the_row(monkeypatch, cell, sizes, schedules):
-    """Each estimate is larger where rates are halved and times are doubled."""
     task = task_of(cell, sizes, "float16", KNOWN["sm_90a"])
     configs = {one: one.default(task) for one in map(SCHEDULES.__getitem__, schedules)}
     def estimates() -> list[float]:

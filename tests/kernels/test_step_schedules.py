@@ -134,7 +134,6 @@ def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int)
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_programs_agree_with_their_buffers(schedule: str):
-    """Configurations picked at random: packings fill their buffers, and every call can be generated."""
     rng, found = random.Random(7), SCHEDULES[schedule]
     for cell in ("lstm", "gru_reset_before", "pair"):
         task = task_of(cell, (4, 50, 40, 200), "float16", KNOWN["sm_80"])
@@ -195,7 +194,6 @@ def test_every_schedule_of_a_gpu_estimates_times(name):
 
 
 def test_the_estimate_of_the_fallback_knows_what_is_slow():
-    """Fewer threads than there could be, and more barriers."""
     task, schedule = task_of("lstm", (100, 16, 1024, 1024), "float32", KNOWN["sm_90a"]), FusedStep()
     default = schedule.default(task)
     def estimate(**change: object) -> float:

@@ -91,7 +91,6 @@ def test_every_cell_that_is_served(tmp_path, schedule, cell):
     ("fused_step", "slstm", ["c", "n", "m"]), ("elementwise", "highway", ["c"]), ("persistent", "gru", []),
     ("layout_transform", "gru_reset_before", []), ("elementwise", "indrnn", [])])
 def test_what_is_added_to_a_program(schedule, cell, kept):
-    """An entry, a kernel, and buffers; ``run`` stays as it is, and is what ``forward`` does where y is all there is."""
     task, plain = (task_of(cell, (5, 16, 24, 64), "bfloat16", replace(SMALL, cores=40), traversal)
                    for traversal in (trains(resets=True), Traversal(resets=True)))
     found, config = all_schedules()[schedule], all_schedules()[schedule].default(plain)
@@ -168,7 +167,6 @@ class Step:
     pytest.param("gru", 2, "float32", SIDES, marks=pytest.mark.exhaustive), ("lstm", 2, "bfloat16", SIDES),
     pytest.param("rnn_tanh", 2, "float32", SERIAL, marks=pytest.mark.exhaustive)], ids=str)
 def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap: Overlap):
-    """The launches of both are mixed where they are side by side: what one writes the other must not use."""
     stack = Stack(layers, True, keep="states")
     program = program_of(cell, stack, dtype, overlap, T)
     for entry in (FORWARD, BACKWARD):
@@ -188,7 +186,6 @@ def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def apart(name: str, call: Call, reverse: bool) -> dict[str, np.ndarray]:
-    """As :func:`reference`, each sequence by itself; zeros where there is none."""
     table, found = unmarked(call.sequences), {}
     for number in range(len(call.states[0])):
         at = np.nonzero(table == number)
@@ -239,7 +236,6 @@ def test_a_recurrence_of_large_batches(name, sizes, reverse, cut, tmp_path, monk
 
 
 def test_which_columns_may_share_a_sequence_in_both_passes(monkeypatch, tmp_path):
-    """Those that forward and backward have in one group."""
     step = LayerStep(tmp_path, "persistent", "lstm", (9, 3, 6, UNITS), "float32", Traversal(sequences=True))
     whole, schedule = step.program.together, Persistent()
     assert whole == 0 == schedule.together(step.task, schedule.plan(step.task, schedule.default(step.task)))
@@ -261,7 +257,6 @@ def test_layers_whose_adjoint_does_not_fit_are_refused(monkeypatch):
 @pytest.mark.parametrize(("cell", "overlap"), [
     ("gru", SIDES), pytest.param("lstm", SERIAL, marks=pytest.mark.exhaustive)], ids=str)
 def test_stacks(tmp_path, cell, overlap):
-    """Two layers, both ways; some sequences wrap around in all of them."""
     stack, lengths = Stack(2, True, sequences=True, keep="states"), [5, 5, 5, 5, 1]
     program = program_of(cell, stack, "float32", overlap, 7)
     columns = Columns.of(lengths, B, program.together or B)
@@ -289,7 +284,6 @@ SEEDS = seeds(range(40))
 
 
 def random_step(seed: int) -> Training:
-    """Of even seeds a step, of odd ones a layer with all that it may have."""
     return training(seed, whole=seed % 2 == 1)
 
 

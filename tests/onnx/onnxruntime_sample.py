@@ -66,7 +66,6 @@ def session(model: Any, options: Any = None) -> Any:
 
 
 def rewritten(model: Any, folder: Path, threads: int = 1, **more: Any) -> tuple[Any, Any]:
-    """What :func:`ecornn.onnxruntime.rewrite` says, for a CPU, and a session. Nothing is left alone for its time."""
     out = folder / "fast.onnx"
     made = ecornn.onnxruntime.rewrite(model, out, target="cpu", **{"measure": False, **more})
     return made, session(out, ecornn.onnxruntime.session_options(out, threads=threads))
@@ -106,7 +105,6 @@ def speech(path: Path) -> None:
 
 
 def same(model: Any, folder: Path, **more: Any) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    """As :func:`rewritten`, with random inputs for which the session agrees with the model's own."""
     made, fast = rewritten(model, folder, **more)
     alike(fast, session(model), feeds := feeds_of(model))
     return made, fast, feeds

@@ -188,7 +188,6 @@ def dynamic() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["initializer", "constant node", "sparse"])
 def test_constants_of_a_node_are_its_own(kind: str):
-    """Lengths and states that the model holds, against the same values given at the call."""
     rng, inputs = np.random.default_rng(5), dynamic()
     inputs["h0"] *= rng.random(inputs["h0"].shape) < 0.5
     x = rng.standard_normal((T, B, I)).astype(np.float32)
@@ -267,7 +266,6 @@ def test_numbers_of_attributes_keep_their_digits():
 
 
 def twins(name: str, outputs: str) -> Any:
-    """A model of an LSTM and another node as that, of this name and with outputs that begin so."""
     model, _ = model_of("LSTM", 4, 1)
     node = model.graph.node[0]
     model.graph.node.append(helper.make_node("LSTM", node.input, [f"{outputs}{o}" for o in node.output], name=name,

@@ -134,7 +134,6 @@ def test_models_of_other_types_are_called_with_those():
 
 
 def test_models_of_float64_compute_in_that():
-    """Weights and states of the model, too: none of them is a float32."""
     model, tensors = model_of("GRU", 3, 1)
     for tensor in model.graph.initializer:
         tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.DOUBLE, tensors[tensor.name].shape,
@@ -236,7 +235,6 @@ def test_constants_deeper_than_pythons_stack():
 
 
 def test_only_constants_are_computed(monkeypatch: pytest.MonkeyPatch):
-    """Not what is combined with an input of the model's afterwards."""
     monkeypatch.setattr(constants, "evaluated", None)
     nodes = [node("Transpose", "a", out="b"), node("MatMul", "X", "b", out="c"), node("Identity", "c", out="h0")]
     assert ecornn.onnx.read(behind("h0", nodes, {"a": W})).inputs["initial_h"] is None

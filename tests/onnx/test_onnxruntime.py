@@ -158,7 +158,6 @@ assert not {"ecornn", "tvm", "tvm_ffi"} & set(sys.modules)
 
 
 def decoder(steps: int, apart: bool = False) -> Any:
-    """A GRU unrolled, each step a node of the same weights, or of copies that are the outputs of nodes."""
     model = model_of("GRU", ("h0",))
     (node,), tensors = model.graph.node, [*model.graph.initializer]
     nodes = [helper.make_node("Shape", ["X"], ["shape"])]
@@ -187,7 +186,6 @@ def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
 
 
 def test_packed_weights_are_those_of_all_nodes_and_sessions(tmp_path: Path):
-    """4 MiB of weights, shared by 20 nodes."""
     model, rng = decoder(20), np.random.default_rng(0)
     for tensor, shape in zip(model.graph.initializer, ((1, 1536, I), (1, 1536, 512), (1, 3072)), strict=True):
         tensor.CopyFrom(onnx.numpy_helper.from_array(rng.uniform(-0.1, 0.1, shape).astype(np.float32), tensor.name))
@@ -276,7 +274,6 @@ def test_a_node_in_a_function_stays(tmp_path: Path):
 
 
 def test_weights_that_come_with_each_call(tmp_path: Path):
-    """By a program that changes the rewritten model: they are packed in the call."""
     model = model_of("LSTM")
     rewritten(model, tmp_path)
     new, feeds = onnx.load(tmp_path / "fast.onnx"), feeds_of(model)
@@ -334,7 +331,6 @@ def test_threads_share_a_session(fast: Path):
 
 
 def test_without_ecornn(fast: Path, recognizer: Path, tmp_path: Path):
-    """And from elsewhere than it was written, with the model in another folder than the library."""
     folder = tmp_path / "moved"
     fast.with_suffix(".modules").rename(folder)
     try:

@@ -62,7 +62,6 @@ def test_a_model_that_does_not_gain_stays(slow: str, recognizer: Path, tmp_path:
     ("LSTM", ("lens", "h0", "c0", "P"), {"direction": "bidirectional"}), ("GRU", ("lens",), {"linear_before_reset": 1}),
     ("RNN", (), {})])
 def test_nodes_and_models_are_timed(op, inputs, attributes, tmp_path, monkeypatch):
-    """By calls that ONNX Runtime takes, of a node alone and of the model: this one's only node is timed as both."""
     seen, real = [], rewriting.measured
     monkeypatch.setattr(rewriting, "measured", lambda *given: seen.append(real(*given)) or (2.0, 1.0))
     made, _ = rewritten(model_of(op, inputs, **attributes), tmp_path, batch=B, seq=T, measure=True)
@@ -82,7 +81,6 @@ def test_what_cannot_be_timed_is_compiled(tmp_path: Path):
     (["T", "B", 5], "FLOAT", {""}, (7, 3, 5)), (["T", "B"], "INT64", set(), (7, 3)), ([3], "INT32", {"x"}, (3,)),
     (["T", "width"], "FLOAT", set(), None), ([], "INT64", set(), None), (["T", "B"], "FLOAT", {"computed"}, None)])
 def test_feeds_for_a_model(shape: list[Any], dtype: str, lengths: set[str], found: tuple[int, ...] | None):
-    """None where the model does not say how large an input is, or what it is."""
     given = [value("x", getattr(TensorProto, dtype), shape)]
     feeds = measuring.feeds_of(whole(helper.make_graph([], "g", given, [])), {"T": 7, "B": 3}, lengths, 7)
     assert (None if feeds is None else feeds["x"].shape) == found

@@ -71,7 +71,6 @@ class Builder:
         return self.node("Constant", value_ints=list(numbers)) if self.chance(0.5) else self.initializer(value)
 
     def deep(self, name: str, most: int = DEEPEST) -> str:
-        """Nodes behind one another, whose values differ by little from call to call of this."""
         depth = int(np.exp(self.rng.uniform(0, np.log(most + 1)))) - 1
         self.made.append(f"{depth} nodes deep")
         for _ in range(depth):
@@ -115,7 +114,6 @@ class Builder:
         return self.node("Unsqueeze", number, self.whole(0))
 
     def zeros(self, sizes: list[str | int], value: float) -> str:
-        """A state of the shape that these have, each a number or a tensor of one."""
         shape = self.node("Concat", *(s if isinstance(s, str) else self.whole(s) for s in sizes), axis=0)
         if self.chance(0.5):
             return self.node("ConstantOfShape", shape, value=numpy_helper.from_array(np.array([value], np.float32)))
@@ -130,15 +128,12 @@ class Builder:
 
 
 class Recurrent:
-    """Recurrent nodes of one model. Their weights are by kind, and may be those of another node."""
-
     def __init__(self, b: Builder, lengths: bool) -> None:
         self.b, self.inputs, self.refused = b, {}, {}
         self._lengths = lengths
         self._known: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
 
     def kind(self) -> dict[str, Any]:
-        """Of a node: few layers, so that each is compiled once for many models, and attributes."""
         b = self.b
         op = b.one_of("LSTM", "GRU", "RNN")
         attributes: dict[str, Any] = {"hidden_size": b.one_of(4, 6)}
@@ -235,7 +230,6 @@ def random_model(seed: int) -> Sample:
 
 
 def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
-    """A node in one branch of an If; the other has its X."""
     inner = Builder(b.rng, b.made, b.counter)
     outputs, _, _ = nodes.add(x, width, kind, x, b=inner)
     other = Builder(b.rng, b.made, b.counter)
@@ -278,7 +272,6 @@ def _unrolled(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, 
 
 
 def _refused(b: Builder, nodes: Recurrent, x: str, width: int, shown: list[str]) -> None:
-    """Perhaps a node that cannot be compiled."""
     kind = b.one_of("none", "none", "none", "directions", "computed", "brought")
     if kind == "none":
         return

@@ -113,7 +113,6 @@ def test_forecasting_of_a_data_set(name: str, cell: str, layers: tuple[str, ...]
 
 
 def test_forecasting_of_no_steps(package: Any):
-    """Its layers take them, by what surrounds torch.nn's."""
     rnn = package("pytorch_forecasting.models.nn.rnn")
     torch.manual_seed(0)
     x, h = torch.randn(4, 6, 5), torch.randn(2, 1, 4, 9)

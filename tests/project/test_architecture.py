@@ -115,18 +115,15 @@ def sources() -> dict[str, Path]:
 
 
 def layer(module: str) -> str:
-    """``cells`` for ecornn.cells.lstm, the empty string for ecornn itself."""
     return module.split(".")[1] if "." in module else ""
 
 
 def room(module: str) -> str:
-    """The layer of a module; of schedules the room: ``schedules.gemm`` for ecornn.schedules.gemm.job."""
     parts = module.split(".")[1:]
     return ".".join(parts[:3 if parts[1:2] == ["cuda"] else 2]) if layer(module) == "schedules" else layer(module)
 
 
 def imports(nodes: Iterable[ast.AST], modules: Collection[str]) -> Iterator[str]:
-    """The full names of the modules that these statements import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -158,7 +155,6 @@ def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def refuse_circles(of: dict[str, set[str]]) -> None:
-    """Fails, and names the circle, where a graph of imports has one."""
     try:
         graphlib.TopologicalSorter(of).prepare()
     except graphlib.CycleError as error:

@@ -28,7 +28,6 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the checkout, which a build would otherwise fill with build/; the archive lies beside it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
                  ROOT / "setup.py", ROOT / "CITATION.cff",
@@ -44,7 +43,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment with the wheel alone, which takes the dependencies from this one."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))

@@ -15,8 +15,6 @@ def each_head(h, blocks):
 
 
 class WithHeads(Published):
-    """``blocks``: how many matrices with heads each parameter has, beside those in ``shapes``."""
-
     hidden = 8
     heads = 2
     blocks: dict[str, int] = {}

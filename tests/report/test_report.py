@@ -265,7 +265,6 @@ laid_out = pytest.mark.skipif(chromium.program() is None, reason="no Chromium: n
 
 
 def boxes(picture: str) -> Iterator[tuple[str, float, float, float, float]]:
-    """Each text that is not turned, with its box: (words, left, top, right, bottom)."""
     for one in ET.fromstring(picture).iter("text"):
         if one.get("x") is not None:
             x, y, words = float(one.get("x", 0)), float(one.get("y", 0)), one.text or ""
@@ -337,7 +336,6 @@ def test_stages_are_those_of_the_estimate(shipped):
 
 
 def test_a_map_has_each_multiprocessor_once(shipped):
-    """Of every persistent layer that ships: blocks, workers and idle ones are all there are, weights are all."""
     maps = 0
     for run in searches(shipped):
         task, best = task_of(run.best), run.best
@@ -356,7 +354,6 @@ def test_a_map_has_each_multiprocessor_once(shipped):
 
 
 def test_lines_of_code_are_marked_by_the_knobs_that_make_them(shipped):
-    """What a knob does not make is in the code with its other value, too, in the same order."""
     run = next(run for run in searches(shipped) if run.best and run.best.schedule == "persistent")
     task, schedule = task_of(run.best), all_schedules()["persistent"]
     found, config = marked(run.best, task), up_to_date(run.best, schedule, task).config

@@ -265,7 +265,6 @@ def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int |
 
 
 def test_a_training_step_has_states_by_sequence():
-    """What both entries are called with, of S sequences: pointers to S rows of states, and to the table with marks."""
     said, states = sample.with_sequences(), ("state_in", "state_out", "dstate_out", "dstate_in")
     gradients = [Buffer.of("gradient", "float32", key) for key in ("W", "b")]
     made = [*(Buffer.of(tensor, "float32", s) for tensor in states for s in "hc"),

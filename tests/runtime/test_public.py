@@ -188,7 +188,6 @@ def is_public(function: Any) -> bool:
 
 
 def test_methods_that_users_call_are_boundaries():
-    """But those of calls that take microseconds, which are held by name above."""
     named = {ecornn.Module: ("bind", "save"), ecornn.Layer: ("forward", "kept_in", "backward", "repack"),
              ecornn.tune.Session: ("tune", "tune_layer", "tune_workload"), ecornn.onnx.OnnxLayer: ("__call__",)}
     for kind, names in named.items():
@@ -272,7 +271,6 @@ except ecornn.errors.MissingPackageError as error:
 
 
 def test_what_is_missing_is_said(lonely: Path, tmp_path: Path):
-    """Not a traceback, of commands and of compile(), where the runtime alone is installed."""
     there = {"env": {"PATH": "", "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]}, "cwd": tmp_path,
              "capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, "-S", "-c", MISSING], **there)
@@ -284,7 +282,6 @@ def test_what_is_missing_is_said(lonely: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_module_runs_where_there_is_no_compiler(lonely: Path, tmp_path: Path):
-    """In an interpreter that sees that folder and the standard library, and no program."""
     ecornn.compile("lstm", hidden=40, input=24, batch=3, seq=8, target="cpu", out=tmp_path / "lstm.so")
     weights = random_weights("lstm", 24, 40)
     x = np.random.default_rng(2).standard_normal((8, 3, 24)).astype(np.float32)

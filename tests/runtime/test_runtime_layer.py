@@ -243,7 +243,6 @@ def test_memory_handed_to_another_framework_outlives_everything():
 
 
 def test_a_contiguous_aligned_tensor_is_not_copied(layer: Layer, monkeypatch: pytest.MonkeyPatch):
-    """The pointers that reach the module are the tensors' own; others are copies."""
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(layer, "_run", lambda *a: seen.append(a))
     x, state, out = torch.zeros(6, BATCH, I), (torch.zeros(BATCH, H), torch.zeros(BATCH, H)), torch.zeros(6, BATCH, H)
@@ -268,7 +267,6 @@ def test_strided_and_misaligned_tensors(layer: Layer):
 
 
 def test_negated_views():
-    """Memory that torch reads with the other sign, as the imaginary part of a conjugate."""
     x, weights = torch.from_numpy(sample.inputs()), {n: torch.from_numpy(v) for n, v in WEIGHTS.items()}
     state = torch.rand(BATCH, H), torch.rand(BATCH, H)
     layer = ecornn.load(sample.build(sample.manifest())).bind({n: torch._neg_view(-v) for n, v in weights.items()})
@@ -302,7 +300,6 @@ NEW = pytest.mark.filterwarnings("ignore:.*(beta state|prototype|deprecated|the 
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """As parameters are that are gathered for a call alone: its shape is there, its memory is not."""
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -397,7 +394,6 @@ def test_threads_do_not_share_device_memory(module: Module):
 
 
 def on_device(module: Module, array: np.ndarray, number: int = 0) -> Block:
-    """A foreign array on the "device", as another framework would hand it over by DLPack."""
     memory = DeviceMemory(module.library, number, array.nbytes)
     block = Block(memory, array.shape, str(array.dtype), (CUDA, number))
     block.bits()[...] = array.view(np.uint32)

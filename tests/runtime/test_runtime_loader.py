@@ -155,7 +155,6 @@ OTHER, COMPILE = "not a module of this version", rf"of format {{}}, and {FORMAT}
     ({"format": "2"}, OTHER), ({"format": None}, OTHER), ({"buffers": 1}, OTHER), ({"entries": None}, OTHER),
     *(({"format": found}, COMPILE.format(found)) for found in (0, 1, FORMAT - 1, FORMAT + 1, -1))], ids=str)
 def test_other_manifests(change: str | dict[str, Any], words: str):
-    """Texts, and fields of a manifest that are changed or added."""
     text = change if isinstance(change, str) else msgspec.json.encode(
         msgspec.to_builtins(sample.manifest()) | change).decode()
     with pytest.raises(ModuleError, match=words):

@@ -36,7 +36,6 @@ from ecornn.workload import Workload
 
 @st.composite
 def packings(draw: Any) -> tuple[Packing, dict[str, np.ndarray]]:
-    """A packing of one or two parameters with G gates of (H, K) or (H,), each element distinct; or of whole ones."""
     gates, part = draw(st.integers(1, 4)), tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
     names = draw(st.lists(st.sampled_from(["weight_ih", "weight_hh"]), min_size=1, max_size=2, unique=True))
     size = gates * prod(part)
@@ -77,7 +76,6 @@ def test_packing_is_invertible_and_pads_with_zeros(case: tuple[Packing, dict[str
 
 
 def test_a_packing_by_hand():
-    """(gate, H, K) as (tile of H, K, gate, lane): what a vector load of two units wants."""
     weights = {"w": np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)}
     packing = Packing((("w", 0), ("w", 1)), (2, 4, 2), (2, 2, 2, 2), (1, 3, 0, 2), "float32")
     wanted = [[[[0, 2], [6, 8]], [[1, 3], [7, 9]]], [[[4, 0], [10, 0]], [[5, 0], [11, 0]]]]
@@ -106,7 +104,6 @@ def test_tf32_is_the_nearest_and_away_from_zero_in_ties(bits: list[int]):
 
 @given(FLOATS)
 def test_bfloat16_as_torch_rounds(bits: list[int]):
-    """To the nearest, and even in ties."""
     values = np.array(bits + [b & 0xFFFF0000 | 0x8000 for b in bits], np.uint32).view(np.float32)
     got = torch.from_numpy(bfloat16_bits(values).view(np.int16)).view(torch.bfloat16)
     wanted = torch.from_numpy(values).bfloat16()
@@ -158,7 +155,6 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path, monkeypatch
 @pytest.mark.parametrize("cell, hidden, input", [("lstm", 19, 7), ("gru_reset_before", 19, 7), ("indrnn", 19, 7),
                                                  ("gru", 72, 150)])  # the last one: several blocks of rows and columns
 def test_weights_are_packed_again_where_they_were(cell: str, hidden: int, input: int):
-    """Bit for bit as another layer has them, all or some."""
     module = ecornn.compile(cell, hidden=hidden, input=input, batch=3, seq=4, training=True, target="cpu")
     rng = np.random.default_rng(0)
     first, second = ({p.name: rng.standard_normal(p.shape).astype(np.float32) for p in module.manifest.parameters}

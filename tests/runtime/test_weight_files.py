@@ -178,7 +178,6 @@ def test_a_checkpoint_that_holds_itself(tmp_path: Path):
 
 
 def test_damage_is_named(tmp_path: Path):
-    """Whatever is wrong with a file is an error of ours, or does not matter to these tensors."""
     weights = {name: torch.from_numpy(w) for name, w in random_weights("gru", I, H).items()}
     torch.save(weights, tmp_path / "a.pt")
     save_file(weights, tmp_path / "a.safetensors")

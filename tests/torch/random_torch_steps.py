@@ -137,7 +137,6 @@ class Writer:
         self.values += made
 
     def any(self, multiplied: bool = False) -> int:
-        """One of the last values; one that is ``multiplied`` mostly depends on a state."""
         last = [n for n in self.full if not multiplied or n not in self.of_x or self.r.random() < 0.1][-4:]
         return self.r.choice(last)
 

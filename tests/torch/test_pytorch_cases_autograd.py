@@ -92,7 +92,6 @@ def test_checkpoints(layer: Any, x: torch.Tensor, reentrant: bool):
 @pytest.mark.parametrize("cut", [False, True])
 @of_both()
 def test_states_from_call_to_call(layer: Any, x: torch.Tensor, cut: bool):
-    """Backpropagation through several calls, and truncated: with states detached in between."""
     state, loss = None, 0.0
     for scale in (1, -2, 0.5):
         y, state = layer(scale * x, state)
@@ -125,7 +124,6 @@ def test_inference_tensors(name: str):
 
 @pytest.mark.parametrize("frozen", ["all but a bias", "recurrent weights", "all but x", "all but a state"])
 def test_frozen_weights(name: str, frozen: str):
-    """Parameters that take no gradient get none, the others the same."""
     theirs, ours, x = case(name)
     hx, made = flat(states(name, 1)), []
     for layer, kind in ((theirs, torch.float64), (ours, torch.float32)):
@@ -207,7 +205,6 @@ def test_hooks_that_change_what_they_see(layer: Any, x: torch.Tensor):
 
 @of_both(limit=1e-4)  # of two steps, which multiply the error of a gradient
 def test_hooks_of_tensors(layer: Any, x: torch.Tensor):
-    """Of parameters, of results, and after accumulation: an optimizer within the backward pass."""
     optimizers = {w: torch.optim.SGD([w], lr=0.1) for w in layer.parameters()}
     def step(weight: Any) -> None:
         optimizers[weight].step()
@@ -286,7 +283,6 @@ def test_averaged_models(layer: Any, x: torch.Tensor):
 
 @of_both(limit=1e-4)
 def test_lbfgs_and_vectors_of_parameters(layer: Any, x: torch.Tensor):
-    """Optimizers that call the model again and again; parameters_to_vector and back."""
     optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
     def closure() -> Any:
         optimizer.zero_grad()

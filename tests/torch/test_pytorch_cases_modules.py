@@ -196,7 +196,6 @@ def test_pack_sequence(name: str):
 
 
 def test_sequences_of_one_length(name: str):
-    """Packed, these are the padded rows."""
     _, ours, x = case(name)
     with torch.no_grad():
         y, after = ours(pack_padded_sequence(x, [T] * B))
@@ -207,7 +206,6 @@ def test_sequences_of_one_length(name: str):
 @pytest.mark.parametrize("where", ["y", "state"])
 @of_both()
 def test_writes_to_results(layer: Any, x: torch.Tensor, where: str):
-    """In-place operations on packed y and on states, with gradients."""
     y, after = layer(pack_padded_sequence(x, LONGEST_FIRST))
     (y.data if where == "y" else after).add_(1)
     (y.data.square().sum() + after.square().sum()).backward()
@@ -232,7 +230,6 @@ def test_batch_sizes_that_fit_nothing(sizes: Any, rows: int, kind: type[Exceptio
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize(("sizes", "rows"), [([2, 2, 1], 7), ([2, 2, 0], 4), ([0], 0)])
 def test_batch_sizes_that_are_unusual(sizes: list[int], rows: int, grad: bool):
-    """More rows than sizes have, a step of no rows, and no sequence at all: as PyTorch takes them."""
     theirs, ours, padded = case("GRU")
     ours.double().float()
     x = torch.randn(rows, I)

@@ -48,7 +48,6 @@ def test_projections_lstm_args_check(h: tuple[int, ...], c: tuple[int, ...]):
 
 @pytest.mark.parametrize(("axes", "state"), [(1, None), (4, None), (3, 2), (2, 3)])
 def test_numbers_of_axes(name: str, axes: int, state: int | None):
-    """The checks of no-batch inputs: 2 or 3 axes, and states of as many."""
     x = torch.randn((2, T, B, I)[4 - axes:] if axes != 2 else (T, I))
     h = None if state is None else torch.zeros((1, H) if state == 2 else (1, 1, H))
     for layer in both(name, I, H):

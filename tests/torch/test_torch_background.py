@@ -26,8 +26,6 @@ from ecornn.worker import WorkerError
 
 
 class Compilers:
-    """Compile in this process, and not before :meth:`go`; ``fault``: raised in place of that."""
-
     def __init__(self) -> None:
         self.asked: list[background.Job] = []
         self.fault: Exception | None = None
@@ -258,7 +256,6 @@ def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("how", ["wait", "ECORNN_WAIT", "ECORNN_STRICT", "ECORNN_CACHE", "deterministic", "own cell"])
 def test_a_call_waits_where_that_is_asked_for(how: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
-    """And that of a cell which PyTorch lacks."""
     layer = ecornn.torch.Recurrent("indrnn", 6, 7) if how == "own cell" else torch.nn.GRU(6, 7)
     if how != "own cell":
         ecornn.torch.replace(layer, wait=how == "wait")
@@ -279,7 +276,6 @@ def test_transforms_and_graphs_have_the_operator(compilers: Compilers):
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("given", ["padded", "packed"])
 def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
-    """The compiler looks into no step of the wait, whether a graph is broken around the layer or has it."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
     ecornn.torch.restore(ours)
     ecornn.torch.replace(ours, fullgraph=fullgraph)
@@ -365,7 +361,6 @@ assert not compiled()
 
 @pytest.fixture
 def started(start: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Starts a process that goes on with more lines of PROGRAM, and has an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "ECORNN_WAIT"}
     return lambda more, *given: start([sys.executable, "-c", PROGRAM + more, *given], stdout=-1, stderr=-1, text=True,
                                       env=environment | {"ECORNN_CACHE": str(tmp_path / "cache")})
@@ -425,7 +420,6 @@ assert compiled()
 
 @pytest.mark.parametrize("how", ["ends", "SIGINT", "SIGKILL"])
 def test_nothing_is_left_when_a_process_ends(how: str, tmp_path: Path, started: Callable[..., Any]):
-    """Neither processes nor half an entry, and it ends at once."""
     one = started("""
 while background._compilers._workers[0].process is None:
     job.wait(0.01)

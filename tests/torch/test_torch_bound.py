@@ -57,7 +57,6 @@ class NotingModule:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU's stream, capture and module, to be set; and the specs that are compiled."""
     found = SimpleNamespace(stream=1, capturing=False, module=NotingModule(), specs=[])
     def compiled(spec: Any, target: str, infinite: bool = False) -> NotingModule:
         found.specs.append(spec)
@@ -71,8 +70,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Here:
-    """The device of the weights, which are on the CPU, as if it were a GPU."""
-
     type, index = "cuda", 0
 
     def __eq__(self, other: object) -> bool:

@@ -45,8 +45,6 @@ class Own(torch.nn.GRUCell):
 
 
 class Loop(torch.nn.Module):
-    """The output states of all steps of x (T, B, I), weighted so that gradients differ."""
-
     def __init__(self, cell: torch.nn.Module) -> None:
         super().__init__()
         self.cell = cell
@@ -128,7 +126,6 @@ def test_gradients_of_states_and_what_is_not_asked_for(name: str):
 
 
 def test_what_calls_of_a_graph_share():
-    """One gradient a graph and pass, whatever parts of it are asked for, and as often as they are."""
     theirs, ours = pair("LSTMCell")
     x, calls = torch.randn(T, B, I), []
     ours.weight_hh.register_hook(calls.append)

@@ -60,7 +60,6 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
 
 
 def sharded(model: Model, xs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights after the same, of which each process has half between two calls."""
     fully_shard(model.stack)
     fully_shard(model)
     assert all(p.to_local().numel() < p.numel() for p in model.stack.parameters())
@@ -100,7 +99,6 @@ def in_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
-    """What float64 has after three steps, and each process of what it saves."""
     torch.manual_seed(0)
     model = Model(torch.nn.GRU(I, H, L, bidirectional=True), 2 * H)
     xs, file = [torch.randn(T, B, I) for _ in range(3)], str(tmp_path_factory.mktemp("two") / "given")

@@ -275,18 +275,15 @@ def test_a_frozen_weight_that_is_written_in_training_is_seen():
 
 
 def slices(weight: torch.Tensor) -> torch.Tensor:
-    """The same values as a slice of a larger tensor."""
     room = torch.zeros([2 * size for size in weight.shape], dtype=weight.dtype)
     return room[tuple(slice(None, None, 2) for _ in weight.shape)].copy_(weight)
 
 
 def turned(weight: torch.Tensor) -> torch.Tensor:
-    """The same values, the last axis first in memory."""
     return weight.T.contiguous().T if weight.dim() == 2 else slices(weight)
 
 
 def negative(weight: torch.Tensor) -> torch.Tensor:
-    """The same values as the imaginary part of a conjugate, which PyTorch has as a view with a bit."""
     return torch.complex(weight, -weight).conj().imag
 
 
@@ -339,7 +336,6 @@ values[rows] = -2 * values[rows]
 
 
 def test_rows_that_another_process_writes_are_seen(tmp_path: Path):
-    """Consecutive ones, scattered ones, and a single one."""
     path = tmp_path / "weights"
     theirs, ours = torch.nn.LSTM(64, 64).double(), ecornn.torch.LSTM(64, 64)
     ours.weight_hh_l0.detach().numpy().tofile(path)
@@ -416,7 +412,6 @@ def test_weights_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_threads_with_weights_of_their_own(trains: bool):
-    """A layer that another thread calls keeps its weights."""
     theirs, ours, x = case("GRU")
     sets = [fresh(ours, 0.3) for _ in range(4)]
     def run(weights: dict[str, torch.Tensor], exact: bool = False) -> torch.Tensor:

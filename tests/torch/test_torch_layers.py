@@ -44,7 +44,6 @@ def small(name: str, options: dict[str, Any], layers: int, bidirectional: bool) 
     small(*kind, layers, both) for kind in KINDS for layers in (1, 2, 3, 4) for both in (False, True)])
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: bool):
-    """And the operator as PyTorch checks it: what it says of its results is what these are."""
     options = options | {"num_layers": layers, "bidirectional": bidirectional}
     for bias, batch_first in itertools.product((True, False), (False, True)):
         theirs, ours = pair(name, bias=bias, batch_first=batch_first, **options)
@@ -207,7 +206,6 @@ def test_states_in_a_list():
 @pytest.mark.parametrize("places", [("cpu", "cpu"), pytest.param(("cuda:0", "cpu"), marks=pytest.mark.gpu),
                                     pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu)], ids=str)
 def test_threads_take_devices_in_turns(places: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
-    """Training steps and calls without gradients: the bits that each device gives alone, near float64's."""
     if torch.cuda.device_count() < sum("cuda" in place for place in places):
         pytest.skip("needs as many GPUs")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -301,7 +299,6 @@ def test_a_layer_is_what_it_was(name: str, fullgraph: bool, one_thread: None):
                                    lambda: OwnCell(I, H), lambda: torch.nn.LSTMCell(I, H)],
                          ids=["own", "GRU", "own cell", "LSTMCell"])
 def test_copies(layer: Any, how: str):
-    """Of a class of one's own, too, that leaves the calls to PyTorch."""
     kind = type(plain := layer())
     model, (x, weight) = compiled(plain), parts_of(plain)
     assert isinstance(model.layer, kind)
@@ -325,8 +322,6 @@ def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str):
 
 
 class Scaled(torch.nn.RNNBase):
-    """A ``forward`` that goes on in the next class's, with arguments of its own."""
-
     def forward(self, x: torch.Tensor, hx: Any = None, scale: float = 3.0) -> Any:
         y, after = super().forward(scale * x, hx=hx)
         return y - 1, after

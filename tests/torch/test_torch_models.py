@@ -156,8 +156,6 @@ def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path
 
 # -- profile() ----------------------------------------------------------------------------------
 class Reader(torch.nn.Module):
-    """A layer, a cell that is called at each step, one that nobody calls, statistics and random numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = torch.nn.LSTM(6, 8)
@@ -200,7 +198,6 @@ def test_layers_and_the_model_are_timed_and_stay_as_they_are(replaced: bool, fas
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_backward_pass_is_timed_if_gradients_are_enabled(grad: bool, fast: None, monkeypatch: pytest.MonkeyPatch):
-    """Of packed sequences, too. One side is PyTorch's, the other is not."""
     asked, own = [], []
     real, forward = torch.autograd.grad, torch.nn.GRU.forward
     monkeypatch.setattr(torch.autograd, "grad", lambda *given, **more: asked.append(1) or real(*given, **more))

@@ -157,7 +157,6 @@ def test_vmap(name: str):
 
 
 def test_vmap_over_models():
-    """An ensemble: torch.nn's own layers have no batching rule."""
     many, x = [pair("LSTM") for _ in range(3)], torch.randn(T, B, I)
     weights, buffers = stack_module_state([ours for _, ours in many])
     with torch.no_grad():
@@ -187,7 +186,6 @@ def test_forward_derivatives_are_pytorchs(no_grad: bool):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_functional_call_under_torch_compile(backend: str, binds: list[int]):
-    """With other weights than the layer's, then with its own; packed once each."""
     theirs, ours, x = case("LSTM", num_layers=2, bidirectional=True)
     halved = {name: 0.5 * w for name, w in ours.state_dict().items()}
     fast = torch.compile(lambda x, weights: functional_call(ours, weights, (x,)), backend=backend, fullgraph=True)

@@ -23,8 +23,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Smoothed(ecornn.Cell):
-    """A leaky unit and a smoothed copy of it, whose two states have parameters of their own."""
-
     name = "smoothed"
     states = ("h", "slow")
 
@@ -41,8 +39,6 @@ class Smoothed(ecornn.Cell):
 
 
 class ByHand(torch.nn.Module):
-    """The same in PyTorch's operations, of the parameters of a Recurrent in float64: y and the states."""
-
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer

@@ -52,7 +52,6 @@ def test_two_as_layers(seed: int, one_thread: None):
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 def test_many(one_thread: None):
-    """Every twentieth as a compiled layer as well."""
     found: collections.Counter[str] = collections.Counter()
     for seed in (chosen := seeds(range(60))):
         drawn = draw(seed)
@@ -118,7 +117,6 @@ def cell_of(drawn: Drawn) -> Any:
 
 
 def outcome(drawn: Drawn) -> str:
-    """``captured`` or ``refused``; what is captured must be the module."""
     cell = cell_of(drawn)
     if cell is None:
         return "refused"

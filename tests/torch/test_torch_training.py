@@ -97,7 +97,6 @@ def test_transforms():
 @pytest.mark.parametrize("p", [0.3, 0.7])
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_draws_as_pytorch_does(packed: bool, p: float):
-    """Between the layers, with what is left scaled up, and only in training."""
     theirs, ours, x = training_case("GRU", num_layers=2, dropout=p)
     theirs.float()
     x = pack_padded_sequence(x, LENGTHS, enforce_sorted=False) if packed else x
@@ -115,7 +114,6 @@ def test_dropout_draws_as_pytorch_does(packed: bool, p: float):
 
 
 def test_wrong_gradients_are_refused():
-    """By PyTorch where a hook returns one, by the layer where its operator is called."""
     _, ours, x = case("GRU")
     y, _ = ours(x)
     y.grad_fn.register_prehook(lambda gradients: (gradients[0][1:], *gradients[1:]))
@@ -134,7 +132,6 @@ def test_wrong_gradients_are_refused():
 
 
 def test_500_steps_stay_with_torch_nn():
-    """Losses of Adam from the same weights, in float32: the running mean of a sequence."""
     torch.manual_seed(1)
     steps, batch, width = 12, 16, 16
     ours, head = ecornn.torch.LSTM(2, width, 2), torch.nn.Linear(width, 2)
@@ -182,7 +179,6 @@ def test_single_values_of_large_weights_are_seen():
 
 
 def test_layers_of_float64_are_those_of_pytorch(name: str):
-    """Replaced; padded, packed, and their gradients, to the last digits."""
     theirs = getattr(torch.nn, name)(3, 5).double()
     model = torch.nn.ModuleDict({"layer": copy.deepcopy(theirs)})
     assert replace(model).swapped == ("layer",)

@@ -61,14 +61,12 @@ def operands(layer: Any, x: Any, *state: Any) -> tuple[Any, ...]:
 
 
 def primed(layer: Any, trains: bool = False) -> Any:
-    """The layer, called once for T and B: calls of fewer rows and other lengths use what was compiled for these."""
     with torch.set_grad_enabled(trains):
         layer(torch.zeros((B, T, I) if layer.batch_first else (T, B, I)))
     return layer
 
 
 def states(name: str, parts: int, batch: int = B, width: int = H) -> Any:
-    """First states (parts, batch, H), or without the axis for none; ``width`` is h's."""
     made = [torch.randn(*((parts, batch) if batch else (parts,)), w) for w in (width, H)[:1 + (name == "LSTM")]]
     return tuple(made) if len(made) > 1 else made[0]
 

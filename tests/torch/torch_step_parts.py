@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 
 class Spike(torch.autograd.Function):
-    """A step function whose gradient is another function's."""
-
     @staticmethod
     def forward(ctx, v):
         ctx.save_for_backward(v)
@@ -63,8 +61,6 @@ class NormedLSTM(nn.LSTMCell):
 
 
 class SlowGRU(nn.GRUCell):
-    """The same of a GRU: half of the old state stays."""
-
     def forward(self, x, hx):
         return 0.5 * hx + 0.5 * super().forward(x, hx)
 
@@ -146,8 +142,6 @@ class Norms(nn.Module):
 
 
 class Joint(nn.Module):
-    """One Linear of x and h side by side, conditions, bounds, powers; and PyTorch's own cell inside."""
-
     def __init__(self, I: int, H: int) -> None:
         super().__init__()
         self.gates = nn.Sequential(nn.Linear(I + H, 2 * H), nn.Identity(), nn.Hardtanh(-0.9, 0.8))

@@ -27,14 +27,12 @@ def error(found: Any, wanted: Any) -> float:
 
 
 def agree(ours: Any, theirs: Any, limit: float = 1e-6) -> None:
-    """Every tensor of a result, by shape and relative error."""
     for one, other in zip(flat(ours), flat(theirs), strict=True):
         one, other = one.detach(), other.detach()
         assert one.shape == other.shape and error(one, other) < limit
 
 
 def close(found: Any, wanted: Any, limit: float = FORWARD) -> None:
-    """As :func:`agree`, also of what both have in float32."""
     agree(found, [t.double() for t in flat(wanted)], limit)
 
 

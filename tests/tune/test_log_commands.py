@@ -109,7 +109,6 @@ def test_what_is_no_log_is_neither_listed_nor_merged(command, folder, tmp_path):
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Two runs, without their starts, of a workload of which no record ships, and a failure."""
     path, work = tmp_path / "one.jsonl", Workload("lstm", 799, 800, 20, 300, "bfloat16")
     append(path, timed(9.0, workload=work, config={"blocks": 1}), failed(workload=work),
            timed(4.0, workload=work, config={"blocks": 2}, run="cd-1"))

@@ -423,7 +423,6 @@ def test_what_ships_is_whole():
 
 @pytest.mark.parametrize("hidden", [128, 800, 12])
 def test_lines_of_other_sizes_are_passed_over(hidden: int):
-    """Written in any way; what may be of this size is read as strictly as ever."""
     def trials(log: Log) -> list[tuple[str, Trial]]:
         return [(line.place, line.record) for line in filter(is_trial, log.lines)]
 

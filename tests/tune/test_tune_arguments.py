@@ -121,8 +121,6 @@ TRACKER = Tracker("127.0.0.1", 9190, "test")
 
 
 class Held:
-    """A session with a server, which may be ``older`` than what asks it to get ready."""
-
     older, warmed = False, 0
 
     def get_function(self, name: str) -> Any:

@@ -153,7 +153,6 @@ def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_every_operator_of_cells_can_be_checked(name):
-    """Against ``math``, which NumPy's functions share nothing with."""
     function = {"rsqrt": lambda z: z ** -0.5, "fabs": abs, "exp10": lambda z: 10 ** z, "round": round,
                 "nearbyint": round, "sigmoid": lambda z: 1 / (1 + math.exp(-z)),
                 "if_then_else": lambda a, b, c: b if a else c}.get(name) or getattr(math, name)
@@ -166,8 +165,6 @@ def test_every_operator_of_cells_can_be_checked(name):
 
 
 class Phased(Scaled):
-    """Its parameters are periods, which must not be near 0."""
-
     def sample(self, name, shape, rng):
         return super().sample(name, shape, rng) if name == "weight_ih" else rng.uniform(5, 9, shape)
 

@@ -35,7 +35,6 @@ FLAG = Buffer("flag", "workspace", "uint32", Extent(1))
 
 def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buffer, size: int,
                 first: tuple[Fill, ...] = ()) -> Program:
-    """The program, and then a kernel of one warp: ``body`` of TVM's builder and ``buffer`` of that many elements."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
@@ -84,7 +83,6 @@ FAULTS: dict[str, Fault] = {
 
 
 def on_cpu(write: Callable[[Any, Any], None]) -> Fault:
-    """The program, and then a function on each thread: ``write`` of an emitter and y."""
     def fault(program: Program) -> Program:
         e = Emitter(8)
         for scalar in ("thread", "threads", "T", "B"):

@@ -53,7 +53,6 @@ SMALL_LSTM: dict[str, Any] = {"hidden": 64, "batch": 2, "seq": 10, "dtype": "flo
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
-    """An H100 on which every build and measurement is made up, and an empty folder of records."""
     monkeypatch.setenv(PRETEND, "[0.01, 0.002]")
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setattr(sessions, "present", lambda target: H100)
@@ -245,7 +244,6 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
 
 
 def test_given_candidates_cost_this_process_no_search(tmp_path, monkeypatch, pretended, capsys):
-    """The defaults are those that a search here would find, and are looked for elsewhere."""
     task = make_task(get("lstm"), WORK, H100)
     preferred = serving_or_raise(task)[0]
     default = dict(preferred.default(task))

@@ -263,7 +263,6 @@ def built_blank(request: Build) -> str:
 
 
 def test_a_record_that_needs_too_much_memory_fails_alone():
-    """In `ecornn log verify`: the arrays of its answers do not fit anywhere."""
     def line(hidden: int) -> Line:
         work = Workload("lstm", hidden, hidden, 1, 8)
         config = dict(all_schedules()["cpu_sequence"].default(make_task(get("lstm"), work, session.device)))
@@ -339,7 +338,6 @@ one.result()
 
 
 def compile_for_ever(_: None) -> int:
-    """A builder whose compiler, a process of its own, does not end."""
     return subprocess.run(["sleep", "1000"], check=False).returncode
 
 

@@ -212,7 +212,6 @@ def packed(value: object) -> bytes:
 
 
 def sends_to_itself(connection: socket.socket, here: Tracker) -> None:
-    """A tracker whose one server accepts connections and says nothing, as one that is stopped."""
     if connection.recv(4) == MAGIC:
         asked, summary = b"", [0, {"server_info": [{"key": f"server:{here.key}"}]}]
         connection.sendall(MAGIC)

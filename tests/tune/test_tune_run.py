@@ -139,7 +139,6 @@ def test_a_search_that_finds_nothing_better_stops_early_and_says_so(path):
 
 
 def test_builds_go_on_while_something_is_measured(path):
-    """With processes that do not disturb each other, new candidates come before the last are done."""
     busy = Instant(spare=4)
     _, finish = searched(path, WIDE, busy, Settings(40, 0))
     assert finish.trials == 40 == len(set(busy.seen))
@@ -291,8 +290,6 @@ class Clocked:
 
 
 class Noisy(Clocked):
-    """Alternates between two speeds."""
-
     def __call__(self) -> None:
         super().__call__()
         self.now += self.seconds * (len(self.order) // 2 % 2)

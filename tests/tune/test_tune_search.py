@@ -201,7 +201,6 @@ class Rules(Fake):
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5),
        st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.integers(0, 2)), max_size=4))
 def test_the_scan_finds_exactly_what_fits(sizes, rules):
-    """Of all combinations, each of which has a number."""
     schedule = Rules(sizes, rules)
     space = ConfigSpace(TASK, [schedule])
     asked, every = schedule.asked, [space.config("fake", n) for n in range(space.size("fake"))]

@@ -125,7 +125,6 @@ def test_other_cells_teach_where_slow_configurations_were_measured_too():
 
 
 def test_the_nearest_workloads_lend_their_fastest():
-    """Of other batches and hidden sizes, the nearest first; not what does not fit here or was slow there."""
     near, far = Workload("lstm", 16, 16, 4, 10), Workload("lstm", 64, 64, 4, 10)
     log = log_of(trial(9.0, a=1, run="mine-1"), trial(3.0, a=2, run="far-1", workload=far),
                  trial(5.0, a=3, run="near-1", workload=near), trial(4.9, a=4, run="near-1", workload=near),
