@@ -16,13 +16,7 @@ from ecornn.program import Program
 
 
 class Drawn:
-    """Arguments, with values of ``dtype``; gradients are by the adjoint, which tests hold against differences.
-
-    sizes : T, B, I, H
-    scale : of parameters
-    least : of the values of x and of sequences beside it; the most is 1
-    ends : whether last states have gradients
-    """
+    """Arguments of ``sizes`` T, B, I, H; x and sequences from ``least`` to 1; ``ends``: last states have gradients."""
 
     def __init__(self, cell: Any, sizes: tuple[int, int, int, int], dtype: str = "float64", scale: float = 0.25,
                  least: float = -1.0, ends: bool = True) -> None:

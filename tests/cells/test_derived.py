@@ -98,8 +98,7 @@ def test_gradients_reach_what_is_learned(one_thread):
 
 
 def test_what_is_computed_is_kept_until_it_changes(one_thread):
-    """Calls without gradients compute weights once; then again after a step, a write that counts no version, rebind(),
-    and within functional_call()."""
+    """Once without gradients; again after a step, a write that counts no version, rebind(), functional_call()."""
     x, made = torch.from_numpy(drawn()[1]), layer()
     def right() -> list[torch.Tensor]:
         with torch.no_grad():

@@ -133,10 +133,7 @@ def test_functions_of_schedules_are_of_the_table():
 
 
 class Calls(Cell):
-    """A state for each function: new state n is function n of x, within its bounds.
-
-    With x a multiple of 1/1024 in [0, 1), the product and the sum that bring it there are exact in float32.
-    """
+    """New state n is function n of x, within its bounds; x is a multiple of 1/1024, so that float32 is exact before."""
 
     name, states = "calls", tuple(f"s{n}" for n in range(len(CALLS)))
 

@@ -1,9 +1,6 @@
-"""Cells beside the built-in ones: with sequences beside x, outputs that are no states, maxima and softmaxes over units,
-groups of them and what is narrower, and products of what depends on x and on a state: every schedule, gradients, the
-reference; what is refused.
+"""Cells beside the built-in ones: every schedule, gradients, the reference; what is refused.
 
-Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
-"""
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
-"""Outputs that are no states, several of them, and sequences beside x: what follows the loop, calls of NumPy and
-PyTorch with gradients; what is refused.
+"""Outputs that are no states, and sequences beside x: what follows the loop, gradients, what is refused.
 
-Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
-"""
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,5 +1,4 @@
-"""Published cells, each against a formula that was written apart from its te step: in float32 on the CPU, and emulated
-GPU code of some; and products of several operands that are only added up, which are one product."""
+"""Published cells against formulas written apart: float32 on the CPU, and emulated; operands that are one product."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
-"""Products with heads, and matrices narrower than H: the reference, gradients, CPUs and emulated GPUs against formulas;
-what is refused.
+"""Products with heads, and matrices narrower than H, against formulas on CPUs and emulated GPUs; what is refused.
 
-Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
-"""
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders."""
 
 from pathlib import Path
 from typing import Any

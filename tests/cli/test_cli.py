@@ -1,5 +1,4 @@
-"""The command line: each exit code that the reference of commands has; JSON alone on standard output; on the
-CPU the whole way from tuning to a timed module; and help, which fits its terminal and whose examples can be pasted."""
+"""The command line: exit codes, JSON, help, and on the CPU the whole way from tuning to a timed module."""
 
 import itertools
 import json

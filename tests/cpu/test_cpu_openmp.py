@@ -86,8 +86,7 @@ for threads in (1, 2, 5, 3):
 
 @pytest.mark.parametrize("wanted", ["", "off"])
 def test_in_pytorchs_threads_with_nothing_set(files, wanted):
-    """Between PyTorch's operations, whose threads go on spinning on the cores: a call's work is theirs, and no thread
-    is made. Where they are not to be used there are two more."""
+    """PyTorch's threads spin between its operations: a call's work is theirs. Else there are two more."""
     nothing_set = {name: value for name, value in os.environ.items()
                    if not name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "ECORNN_"))}
     program = PROGRAM + f"""

@@ -1,6 +1,4 @@
-"""README and docs: code that runs as it stands, commands that are right, variables that are all there, links that lead
-somewhere; the first ten minutes: pages of what was carried out, and what those in docs must show; figures, which are
-those of the files of results; and CELLS.md: its cells against the formulas of tests/published, its errors."""
+"""README and docs: code and commands that run, links, first minutes, figures of the files of results, CELLS.md."""
 
 import itertools
 import re

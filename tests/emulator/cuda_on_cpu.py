@@ -1,7 +1,4 @@
-"""Runs CUDA programs on the CPU, for tests without a GPU: generated source, compiled for the host.
-
-``cuda_as_cpp.py`` makes C++ of it, which calls what ``cuda_on_cpu.h`` declares and ``cuda_on_cpu.cc`` does.
-"""
+"""Runs CUDA programs on the CPU: ``cuda_as_cpp.py`` makes C++, ``cuda_on_cpu.h`` and ``.cc`` carry it out."""
 
 import atexit
 import ctypes

@@ -1,5 +1,4 @@
-"""Every cell, schedule and dtype on a GPU, against float64 and against the library's own error; configurations off the
-default of the step schedules and `elementwise`."""
+"""Every cell, schedule and dtype on a GPU, against float64 and the library's own error; other configurations."""
 
 from typing import Any
 

@@ -396,8 +396,7 @@ def test_500_steps_stay_with_torch_nn():
 
 
 def test_a_long_sequence_in_bounded_memory():
-    """T = 100,000, of which states are kept, in less than 3 GB with x, y and their gradients; within eight
-    roundings of float16 of cuDNN's in float32, which takes no such sequence but by parts."""
+    """T = 100,000 in less than 3 GB; within eight roundings of float16 of cuDNN's in float32, by parts."""
     steps, batch, hidden = 100_000, 4, 256
     ours = ecornn.torch.LSTM(hidden, hidden, device="cuda", dtype=torch.float16, keep="states")
     exact = torch.nn.LSTM(hidden, hidden, device="cuda")

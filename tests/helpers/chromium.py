@@ -80,8 +80,7 @@ def run(*arguments: str, theme: str = "light") -> str:
 
 
 def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
-    """What is found in pages below a folder, at each of WIDTHS: ``scroll`` and ``client`` widths, elements that are too
-    ``wide``, texts that are too ``small`` or ``outside`` of their picture, and how many letters of ``text``."""
+    """Of pages at each of WIDTHS: widths, elements too ``wide``, texts too ``small`` or ``outside``, letters."""
     frames = "".join(f'<iframe data-page="{html.escape(page)}" src="{html.escape(page)}" width="{width}" height="900">'
                      "</iframe>" for page in pages for width in WIDTHS)
     (folder / "frames.html").write_text(FRAMES % frames)

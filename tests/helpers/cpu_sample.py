@@ -22,8 +22,7 @@ GUARD = 96  # elements on either side of an array that nobody may touch
 
 
 def rows_that_fit(most: int, columns: int, weights: str = "float32", pairs: int = 0) -> int:
-    """Batch rows of a tile of ``columns`` vectors: as many as this CPU's registers hold, ``most`` or fewer; one where
-    there is room for none, which a tile of one vector a gate may always have."""
+    """Rows of a tile of ``columns`` vectors: as many as registers hold, at most ``most``, at least one."""
     return max((rows for rows in range(1, most + 1)
                 if registers_used(Tile(rows, 1, 1, pairs), columns, weights) <= registers_of(detect())), default=1)
 
@@ -48,11 +47,7 @@ class Array:
 def carry_out(module: Any, program: Program, entries: tuple[str, ...], given: Mapping[str, Any],
               made: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Any], threads: int, offset: int,
               in_place: Mapping[str, str] = MappingProxyType({}), prefix: str = "") -> dict[str, np.ndarray]:
-    """Calls entries one after the other. Fails where anything outside the arrays was written.
-
-    given, made : by the names of buffers the content of arrays, and the shapes of those that are written
-    in_place : names of arrays that are others, too
-    """
+    """Calls entries on arrays by the names of buffers; fails where anything outside them was written."""
     steps, batch, _ = given["x"].shape
     taken = {n for entry in entries for n in program.entries[entry].takes}
     arrays: dict[str, Array] = {}

@@ -41,8 +41,7 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
 
 
 def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
-    """The sources on a new first axis, with zeros after them up to ``pad``: gates of parameters in te shape, or all of
-    them as the rows of one matrix, or zeros."""
+    """The sources on a new first axis, with zeros up to ``pad``: gates in te shape, rows of a matrix, or zeros."""
     gates = [None if not name else parameters[name].reshape(-1, parameters[name].shape[-1]) if gate == WHOLE else
              parameters[name][gate] for name, gate in packing.sources]
     padded = np.zeros(packing.pad, np.result_type(np.float32, *(g.dtype for g in gates if g is not None)))
@@ -130,8 +129,7 @@ def fixed_scales(values: Array, kind: str) -> NDArray[np.float32]:
 
 
 def fixed_words(values: Array, kind: str, split: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Packed rows (G, H, K). ``split`` in its ``order`` ends in (lane, k of a group); the result ends in (word, lane).
-    What is not finite becomes 0, and its row's scale is not finite."""
+    """Packed rows (G, H, K); the result ends in (word, lane). What is not finite becomes 0, not so its scale."""
     scale = fixed_scales(values, kind)[..., None].astype(np.float64)
     with np.errstate(invalid="ignore"):
         wanted = np.nan_to_num(values / np.where(scale > 0, scale, 1), posinf=0, neginf=0)

@@ -10,8 +10,7 @@ from ecornn.cells import largest, mean, normalized, pointwise, product, softmax
 
 
 class TimedGRU(Formula):
-    """A minimal gated unit whose state decays over the time since the step before, as GRU-D's (Che et al. 2018, arXiv
-    1606.01865): h~ = exp(-relu(w dt + b)) h; and a mask m of units that keep it."""
+    """A minimal gated unit that decays over time (Che et al. 2018, arXiv 1606.01865); a mask keeps units."""
 
     name, states, inputs, shapes = "timed_gru", ("h",), ("dt", "m"), {"W": (2, "I"), "R": (2, "H"), "w": (2,)}
 
@@ -134,8 +133,7 @@ class Read(Formula):
 
 
 class Mixed(Formula):
-    """A linear recurrence without a product; y is a product of the new state, normalized, and of x, through a gate of
-    the state before; and the state is an output, too."""
+    """A linear recurrence; y is a product of the new state, normalized, and of x, gated; the state, too."""
 
     name, states, output = "mixed", ("h", "c"), ("y", "h")
     shapes = {"W": (1, "I"), "C": (2, "H"), "D": (2, "I"), "v": (2,)}

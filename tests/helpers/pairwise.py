@@ -34,8 +34,7 @@ def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[
 
 
 def halved(*axes: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: every combination of these values, as squares of a chess board of which the dark ones are
-    exhaustive. Of three axes and more every pair of values stays, of two every value with half of the others."""
+    """Every combination of these values, half of them exhaustive, as squares of a chess board."""
     return [pytest.param(*(value for _, value in chosen), id="-".join(str(value) for _, value in chosen),
                          marks=[pytest.mark.exhaustive] * (sum(number for number, _ in chosen) % 2))
             for chosen in product(*map(enumerate, axes))]

@@ -310,8 +310,7 @@ def draw(seed: int, more: bool = False, whole: bool = False) -> Drawn:
 
 @dataclass(frozen=True)
 class Training:
-    """A training step: a cell, sizes (T, B, I, H) of which I counts the cell's inputs, how it goes through time, a
-    call, and what must come of it, by the names of buffers."""
+    """A training step: sizes (T, B, I, H), with the cell's inputs in I, a call, and its results by buffers' names."""
 
     cell: Cell
     sizes: tuple[int, int, int, int]

@@ -1,5 +1,4 @@
-"""Cells that use what the built-in ones do not, each with its formula in NumPy float64: other products and states,
-statistics of hidden units in every place that they can have, and products of what depends on x and on a state."""
+"""Cells that use what the built-in ones do not, each with its formula in NumPy float64."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -25,8 +24,7 @@ def normal(*gates: Any) -> list[Any]:
 
 
 class Formula(Cell):
-    """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter, or (G, K). ``numpy`` is its step on
-    arrays: x, the states, and by name parameters and inputs, to what the step returns."""
+    """``shapes``: (G, "I"), (G, "H"), (G,) or (G, K) of each parameter; ``numpy``: the step on arrays, by name."""
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -372,8 +370,7 @@ LATE = {cell.name: cell for cell in (LRU(), SCRN())}  # first products of what d
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """y (T, B, H), or (T, B, O H) of several outputs, and the last states, float64; parameters (G, H[, K]). A formula
-    gives the new states, other outputs among them, and the name of y, or a tuple of names."""
+    """y (T, B, H), or (T, B, O H), and the last states, float64; parameters (G, H[, K])."""
     states, parameters = ({n: np.asarray(v, np.float64) for n, v in given.items()} for given in (states, parameters))
     y = []
     for row in np.asarray(x, np.float64):

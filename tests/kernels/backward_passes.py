@@ -43,9 +43,7 @@ class Passes:
     def run(self, steps: int, batch: int, values: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray] | None = None, made: Mapping[str, tuple[int, ...]] | None = None,
             twice: bool = True, add: bool = True) -> Arrays:
-        """All buffers afterwards, those of ``given`` and ``made`` in their shape. What is not among ``values`` holds
-        NaN before, and a guard lies behind each. ``twice``: that a second run leaves the same bits;
-        ``add``: the scalar of this name."""
+        """All buffers afterwards; what is not given is NaN before. ``twice``: a second run leaves the same bits."""
         if twice:
             found, again = (self.run(steps, batch, values, parameters, made, False, add) for _ in range(2))
             for name in self.given:
@@ -64,14 +62,7 @@ Multiply = Callable[[Array, Array], Array]  # (B, H) by (H, H)
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of a recurrence, as float64 arrays of values that the layer's type has.
-
-    Attributes
-    ----------
-    weights : the layer's, in te shape
-    hoisted : (T*B, Q, H)
-    first : name -> (B, H), the states that the recurrence begins with
-    """
+    """Arguments of a recurrence, float64: ``weights`` in te shape, ``hoisted`` (T*B, Q, H), ``first`` states (B, H)."""
 
     weights: dict[str, Array]
     hoisted: Array

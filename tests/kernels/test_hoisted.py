@@ -118,8 +118,7 @@ def test_default_without_a_recurrent_product():
 
 
 def test_memory_counts_where_rows_are_many():
-    """LSTM 256 B=512 took 4.0 µs by `persistent` and 3.3 by `persistent_wide`; 2.57 and 2.65 were expected with nothing
-    for the values of all rows. In clusters of `persistent_block`, of 18 rows, it took 3.0."""
+    """LSTM 256 B=512 took 4.0 µs by `persistent`, 3.3 by `persistent_wide`; 2.57 and 2.65 were expected."""
     def rank(name: str, batch: int) -> float:
         return all_schedules()[name].rank(task_of("lstm", (300, batch, 256, 256), "float16", KNOWN["sm_90a"])) / 1000
 

@@ -30,8 +30,7 @@ STABLE = ("Tanh", "Sigmoid", "Identity", "Neg", "Sin", "Softsign")  # keep value
 
 @dataclass
 class Sample:
-    """A model, and what it is made of, in words; ``plain``: one that computes the same without ONNX's layout 1, which
-    ONNX Runtime refuses; ``refused``: nodes that have to stay, by name, each with words of the reason."""
+    """A model, in words, too; ``plain``: the same without ONNX's layout 1; ``refused``: reasons of nodes that stay."""
 
     model: Any
     plain: Any

@@ -180,8 +180,7 @@ class NestedLSTM(Published):
 
 
 class PhasedLSTM(Published):
-    """Units that open in turns (Neil et al. 2016, arXiv 1610.09513), at whole steps of time; ``v`` are the period, the
-    shift and the share of the period that is open; a tenth leaks. Time is a state."""
+    """Units that open in turns (Neil et al. 2016, arXiv 1610.09513); ``v``: period, shift, share; time is a state."""
 
     name, states, shapes, ranges = "lstm_phased", ("h", "c", "t"), FOUR | {"v": (3,)}, {"v": (0.4, 5.0)}
     nonnegative = ("t",)

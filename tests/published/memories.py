@@ -133,8 +133,7 @@ class SkipRNN(Published):
 
 
 class LMU(Published):
-    """Legendre memory (Voelker et al. 2019): ``A`` and ``v`` are its system; what enters the memory is a value of each
-    unit here, and one for all, as in the paper, where the rows of E and Q are equal."""
+    """Legendre memory (Voelker et al. 2019): ``A`` and ``v`` are its system; a value of each unit enters it."""
 
     name, states = "lmu", ("h", "m")
     shapes = {"W": (1, "I"), "E": (1, "I"), "Q": (2, "H"), "A": (1, "H"), "R": (2, "H"), "v": (1,)}

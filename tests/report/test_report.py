@@ -1,7 +1,4 @@
-"""The page of a tuning log: it shows what the log has, and results of the same layer on the same device alone; nothing
-is loaded, no name is markup. Its pictures: words can be read on a phone, colours be told from the paper; they show what
-schedules say, and that of a step by roles of warps what the kernel's code says, no more and no less. Chromium, where
-there is one, lays the report out; the site it lays out in test_docs.py."""
+"""The page of a tuning log, and its pictures: what they show is the log's and the code's, and can be read on phones."""
 
 import json
 import math

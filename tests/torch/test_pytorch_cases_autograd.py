@@ -1,6 +1,4 @@
-"""What PyTorch tests of gradients of RNN, LSTM and GRU (its test_autograd.py, test_nn.py), and of modules in its tools
-(hooks, pruning, parametrizations, averaging, exporters), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by
-intent, with what differs and why."""
+"""PyTorch's tests of gradients of RNN, LSTM and GRU, and of modules in its tools; docs/PYTORCH_CASES.md lists them."""
 
 import copy
 import gc

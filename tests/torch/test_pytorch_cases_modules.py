@@ -1,6 +1,4 @@
-"""What PyTorch tests of every module (its test_modules.py and common_modules.py) and of packed sequences (its
-nn/test_packed_sequence.py), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by intent, with what differs
-and why."""
+"""PyTorch's tests of every module and of packed sequences; docs/PYTORCH_CASES.md lists them, and what differs."""
 
 import itertools
 from typing import Any

@@ -166,8 +166,7 @@ def test_backward_passes_of_threads_at_the_same_time():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_is_torchs(fused: bool):
-    """Weights are packed again after each step, also of optimizers that leave no trace; an LSTM of one step of which
-    the states are written in between, as policies do."""
+    """Weights are packed after each step, also of optimizers that leave no trace; states are written in between."""
     theirs, ours = pair("LSTMCell")
     optimizers = [torch.optim.SGD(cell.parameters(), 0.1, fused=fused) for cell in (ours, theirs)]
     for _ in range(4):

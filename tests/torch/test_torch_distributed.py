@@ -38,8 +38,7 @@ class Model(nn.Module):
 
 
 def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights after training on these parts of each x; and what happened in the last step, in order:
-    ``backward of N`` of so many weights, and ``bucket`` with the weights whose gradients left together."""
+    """Weights after training on parts of each x, and the last step's events: ``backward of N``, ``bucket``."""
     happened: list[str] = []
     names = {id(p): name for name, p in model.named_parameters()}
     def send(bucket: Any) -> Any:

@@ -1,6 +1,4 @@
-"""What a later call must see: calls that are like an earlier one take the short way, and whatever is not
-like it does not; weights may be written in ways which PyTorch does not count; and those that are new at each call are
-packed where the last ones were, by the module's code."""
+"""What a later call must see, by the short way or not: weights that are written in any way, or new at each call."""
 
 import copy
 import math

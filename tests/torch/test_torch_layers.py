@@ -1,5 +1,4 @@
-"""ecornn.torch's layers against torch.nn's: a matrix of options as PyTorch's own tests have, what surrounds a layer,
-and what a layer that replace() compiles still is: to isinstance, pickles, parametrizations and PyTorch's compilers."""
+"""ecornn.torch's layers against torch.nn's: a matrix of options, and what a layer that replace() compiles still is."""
 
 import copy
 import itertools

@@ -1,5 +1,4 @@
-"""What tests of layers in PyTorch share: a layer of ours and torch.nn's in float64 on the same weights, calls and
-gradients of both. Sizes are the same in many files: these share what is compiled for them."""
+"""Layers of ours and torch.nn's in float64 on the same weights, of sizes that share what is compiled for them."""
 
 import copy
 import functools

@@ -1,5 +1,4 @@
-"""The log's format: whatever is in a file, also mutated lines and compressed, records come out or a problem that names
-the line; files are written whole, and none that is larger than it looks is read."""
+"""The log's format: of any file records come out, or a problem that names the line; files are written whole."""
 
 import gzip
 import json

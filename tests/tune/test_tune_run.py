@@ -63,8 +63,7 @@ def searched(path: Path, schedule: Fake, measure, settings: Settings, resume: bo
 
 
 class Instant:
-    """Measures nothing: times are computed, after ``pause``. Stops with KeyboardInterrupt after ``stop`` trials. Notes
-    of each batch how many were told of and how many pending when it was proposed, and what was pending at each wait."""
+    """Times are computed, after ``pause``; stops after ``stop`` trials; notes batches, pending ones and waits."""
 
     idle = 0
 
@@ -375,8 +374,7 @@ def test_pytorchs_layer_is_timed_where_there_is_one():
 
 
 class Simulated:
-    """A host that asks for work, and a GPU that does it in order, at 2 GHz, each with a time of its own; stands in for
-    ``torch.cuda`` and for the host's clock."""
+    """A host that asks for work, and a GPU of 2 GHz that does it in order, in place of ``torch.cuda`` and clocks."""
 
     def __init__(self) -> None:
         self.host = self.gpu = 0.0
