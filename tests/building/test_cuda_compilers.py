@@ -9,6 +9,7 @@ import cuda_sample
 import psutil
 import pytest
 from events import LIMIT
+from refusals import refused
 
 from ecornn.build import cache, nvcc, nvrtc
 from ecornn.build import link as linking
@@ -90,8 +91,7 @@ def test_only_what_headers_can_mend_is_compiled_again(monkeypatch, tmp_path, say
     source = lower(plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0], "sm_90a")[1]
     assert nvcc.short(source) is not None
     if calls == 1:
-        with pytest.raises(BuildError, match=message):
-            nvcc._compile(source, "sm_90a", "cubin")
+        refused(BuildError, message, nvcc._compile, source, "sm_90a", "cubin")
     else:
         assert nvcc._compile(source, "sm_90a", "cubin") == (b"cubin", "")
     assert len(noted.read_text().splitlines()) == calls
@@ -102,11 +102,9 @@ def test_a_missing_cuda_compiler_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nvrtc, "available", lambda: False)
     for choice in ("", "nvcc", "nvrtc"):
         monkeypatch.setenv(nvcc.ENVIRONMENT, choice)
-        with pytest.raises(BuildError, match=r"pip install '\.\[cuda\]'"):
-            nvcc.compile_cubin("", "sm_90a")
+        refused(BuildError, r"pip install '\.\[cuda\]'", nvcc.compile_cubin, "", "sm_90a")
     monkeypatch.setenv(nvcc.ENVIRONMENT, "clang")
-    with pytest.raises(ArgumentError, match=nvcc.ENVIRONMENT):
-        nvcc.compile_cubin("", "sm_90a")
+    refused(ArgumentError, nvcc.ENVIRONMENT, nvcc.compile_cubin, "", "sm_90a")
 
 
 def test_resources_are_those_of_the_entry():
@@ -131,8 +129,7 @@ def test_nvrtc_does_the_same(monkeypatch: pytest.MonkeyPatch):
     assert cubin[:4] == b"\x7fELF" and set(resources) == {"total_kernel", "step_kernel", "last_kernel"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in resources.values())
     assert ".target sm_90a" in nvcc.ptx(source, "sm_90a")
-    with pytest.raises(BuildError, match=r"(?s)NVRTC failed for sm_90a.*nonsense"):
-        nvcc.compile_cubin("nonsense", "sm_90a")
+    refused(BuildError, r"(?s)NVRTC failed for sm_90a.*nonsense", nvcc.compile_cubin, "nonsense", "sm_90a")
 
 
 def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -153,8 +150,7 @@ def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 def test_architectures():
     assert [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (12, 0))] == ["sm_80", "sm_86", "sm_90a", "sm_120"]
-    with pytest.raises(DeviceError, match=r"not 7\.5"):
-        architecture(7, 5, "Tesla T4")
+    refused(DeviceError, r"not 7\.5", architecture, 7, 5, "Tesla T4")
 
 
 def compiler_of(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -223,8 +219,7 @@ def test_what_fails_is_not_kept(root: Path):
     def fail() -> bytes:
         raise RuntimeError("no compiler")
 
-    with pytest.raises(RuntimeError, match="no compiler"):
-        cache.entry("cubin", ("a",), fail)
+    refused(RuntimeError, "no compiler", cache.entry, "cubin", ("a",), fail)
     assert not cache.entries(root) and cache.entry("cubin", ("a",), Maker()) == b"code"
 
 
@@ -269,5 +264,4 @@ def test_what_waits_for_another_process_ends_with_its_pool(monkeypatch: pytest.M
             while not waits.running():
                 pass
             raise KeyboardInterrupt
-        with pytest.raises(BuildError, match="stopped"):
-            waits.result()
+        refused(BuildError, "stopped", waits.result)

@@ -14,6 +14,7 @@ import torch
 from drawn_layers import Drawn
 from emulated import check_numbers
 from msgspec import structs
+from refusals import refused
 from step_cells import Given
 from test_other_cells import BOTH, CELLS, B, H, I, T, drawn_of, known, task_of  # noqa: F401
 
@@ -156,8 +157,7 @@ def test_what_is_no_output_is_refused():
     for dy, kind, words in wrong:
         with pytest.raises(kind, match=words):
             layer.backward(layer.forward(drawn.x)[2], dy)
-    with pytest.raises(ShapeError, match=r"\(6, 4, 88\): \(T, B, D\*O\*H\)"):
-        layer(drawn.x, out=np.empty((T, B, H)))
+    refused(ShapeError, r"\(6, 4, 88\): \(T, B, D\*O\*H\)", layer, drawn.x, out=np.empty((T, B, H)))
     with pytest.raises(ArgumentError, match="outputs read, h, z, seen, of which nobody can say what the next layer"):
         ecornn.compile(CELLS["many"], hidden=H, layers=2, target="cpu")
 
@@ -210,10 +210,8 @@ def test_what_is_no_input_is_refused():
         ({"inputs": {**inputs, "m": inputs["m"].astype("float32")}}, ArgumentError, "float64 on cpu, as x"),
         ({"inputs": {**inputs, "m": None}}, ArgumentError, "a NumPy array, as x is")]
     for options, kind, words in wrong:
-        with pytest.raises(kind, match=words):
-            layer(x, **options)
-        with pytest.raises(kind, match=words):
-            layer.forward(x, **options)
+        refused(kind, words, layer, x, **options)
+        refused(kind, words, layer.forward, x, **options)
     plain = ecornn.compile("rnn_tanh", hidden=6, input=4, batch=B, target="cpu")
     bound = plain.bind({p.name: np.zeros(p.shape, np.float32) for p in plain.manifest.parameters})
     with pytest.raises(ArgumentError, match="the cell rnn_tanh has no inputs beside x"):
@@ -276,10 +274,8 @@ def test_a_layer_of_pytorch_with_inputs():
     dy, given = torch.randn(y.shape, dtype=torch.float64), [x, scale, m, *layer.parameters()]
     for got, exact in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(wanted, given, dy), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
-    with pytest.raises(ArgumentError, match="tensors by name: scale, m"):
-        layer(x)
-    with pytest.raises(ShapeError, match="in place of the last"):
-        layer(x, inputs={"scale": scale, "m": scale[..., :3]})
+    refused(ArgumentError, "tensors by name: scale, m", layer, x)
+    refused(ShapeError, "in place of the last", layer, x, inputs={"scale": scale, "m": scale[..., :3]})
 
 
 def wrong(*more: Any, **attributes: Any) -> Given:
@@ -303,8 +299,7 @@ def wrong(*more: Any, **attributes: Any) -> Given:
     (wrong(inputs=("dt", "h")), "not all different"), (wrong(inputs="dt"), "expected a tuple of names"),
     (wrong(inputs=("d t",)), "the name of an input"), (wrong(inputs=("W",)), "has the name of an input")])
 def test_cells_that_are_wrong_are_told_so(cell: Given, says: str):
-    with pytest.raises(CellError, match=says):
-        analyse(cell, 30, 6)
+    refused(CellError, says, analyse, cell, 30, 6)
 
 
 def test_a_cell_whose_output_is_no_state():

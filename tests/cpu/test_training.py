@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 
 import ecornn
 from ecornn.compiler import plan
@@ -142,10 +143,8 @@ def test_what_is_kept_where_it_is_left_open():
     assert keep("sm_90a", hidden=800, batch=20, seq=300) == "gates"
     assert keep("sm_90a", hidden=256, batch=4, seq=100_000, dtype="float32") == "states"
     assert plan("lstm", hidden=8, training=True, keep="gates", target="sm_90a").stack.keep == "gates"
-    with pytest.raises(ArgumentError, match=r"keep.*training=True"):
-        plan("lstm", hidden=8, keep="states", target="cpu")
-    with pytest.raises(ArgumentError, match=r"keep.*states, gates"):
-        plan("lstm", hidden=8, training=True, keep="all", target="cpu")
+    refused(ArgumentError, r"keep.*training=True", plan, "lstm", hidden=8, keep="states", target="cpu")
+    refused(ArgumentError, r"keep.*states, gates", plan, "lstm", hidden=8, training=True, keep="all", target="cpu")
 
 
 def test_what_is_kept_in_a_callers_memory(lstm: Layer):
@@ -161,10 +160,8 @@ def test_what_is_kept_in_a_callers_memory(lstm: Layer):
     assert all(np.array_equal(found.weights[n], w) for n, w in wanted.weights.items())
     for call in (lambda memory: lstm.bound.forward(x, memory=memory), lambda memory: lstm.bound.kept_in(memory, x, y)):
         for wrong in (room, room[:size].view(np.int8), np.zeros(2 * size, np.uint8)[::2]):
-            with pytest.raises(ArgumentError, match="memory"):
-                call(wrong)
-    with pytest.raises(ShapeError, match=r"y\.shape"):
-        lstm.bound.kept_in(room[:size], x, y[1:])
+            refused(ArgumentError, "memory", call, wrong)
+    refused(ShapeError, r"y\.shape", lstm.bound.kept_in, room[:size], x, y[1:])
 
 
 def test_a_long_sequence_takes_no_more_workspace(lstm: Layer):
@@ -183,32 +180,24 @@ def test_tensors(lstm: Layer):
 def test_what_does_not_fit_is_refused_before_anything_runs(lstm: Layer):
     forward, backward = lstm.bound.forward, lstm.bound.backward
     _, _, kept = forward(lstm.x, lstm.states)
-    with pytest.raises(ShapeError, match=r"dy.shape"):
-        backward(kept, lstm.dy[1:])
-    with pytest.raises(DTypeError, match=r"dy.dtype"):
-        backward(kept, lstm.dy.astype(np.float64))
-    with pytest.raises(ArgumentError, match="dstate"):
-        backward(kept, lstm.dy, lstm.dstates[0])
-    with pytest.raises(ShapeError, match=r"dstate\[1\].shape"):
-        backward(kept, lstm.dy, [lstm.dstates[0], lstm.dstates[1][1:]])
-    with pytest.raises(ArgumentError, match="gradients"):
-        backward(kept, lstm.dy, gradients={})
+    refused(ShapeError, r"dy.shape", backward, kept, lstm.dy[1:])
+    refused(DTypeError, r"dy.dtype", backward, kept, lstm.dy.astype(np.float64))
+    refused(ArgumentError, "dstate", backward, kept, lstm.dy, lstm.dstates[0])
+    refused(ShapeError, r"dstate\[1\].shape", backward, kept, lstm.dy, [lstm.dstates[0], lstm.dstates[1][1:]])
+    refused(ArgumentError, "gradients", backward, kept, lstm.dy, gradients={})
     with pytest.raises(DTypeError, match="float32"):
         backward(kept, lstm.dy, gradients={n: w.astype(np.float64) for n, w in lstm.weights.items()})
-    with pytest.raises(ArgumentError, match="forward"):
-        backward("kept", lstm.dy)  # type: ignore[arg-type]
+    refused(ArgumentError, "forward", backward, "kept", lstm.dy)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="this very layer"):
         lstm.module.bind(lstm.weights).backward(kept, lstm.dy)
     backward(kept, lstm.dy)  # nothing of that has used it up
-    with pytest.raises(ArgumentError, match="one backward"):
-        backward(kept, lstm.dy)
+    refused(ArgumentError, "one backward", backward, kept, lstm.dy)
 
 
 def test_modules_that_do_not_train_say_so():
     module = ecornn.compile("gru", hidden=8, target="cpu")
     layer = module.bind({p.name: np.zeros(p.shape, np.float32) for p in module.manifest.parameters})
-    with pytest.raises(ModuleError, match="training=True"):
-        layer.forward(np.zeros((2, 1, 8), np.float32))
+    refused(ModuleError, "training=True", layer.forward, np.zeros((2, 1, 8), np.float32))
     with pytest.raises(ArgumentError, match="training"):
         ecornn.compile("gru", hidden=8, target="cpu", training="yes")  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="float32 weights"):

@@ -11,6 +11,7 @@ import runtime_sample as sample
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import ecornn
 import ecornn.host_gpu
@@ -102,8 +103,7 @@ def test_columns_that_wrap_around_are_full():
     ([3, 0], 2, ArgumentError), ([], 2, ShapeError), ([[1]], 1, ShapeError), ([1.5], 1, DTypeError),
     ([1], 0, ArgumentError)], ids=str)
 def test_what_cannot_be_laid(lengths: Any, width: int, error: type[Exception]):
-    with pytest.raises(error, match=r"lengths|width"):
-        Columns.of(lengths, width)
+    refused(error, r"lengths|width", Columns.of, lengths, width)
 
 
 @pytest.mark.parametrize(("table", "error"), [
@@ -115,8 +115,7 @@ def test_what_cannot_be_laid(lengths: Any, width: int, error: type[Exception]):
 def test_tables_that_are_refused(layer: Layer, table: Any, error: type[Exception]):
     x = sample.inputs(*np.shape(np.atleast_2d(table)))
     runs = sample.stat(layer.module.path, "runs")
-    with pytest.raises(error, match="sequences"):
-        layer(x, sequences=table)
+    refused(error, "sequences", layer, x, sequences=table)
     assert sample.stat(layer.module.path, "runs") == runs
 
 
@@ -207,8 +206,7 @@ def test_modules_without_say_how_to_have_them():
     ({"target": "cpu"}, ScheduleError, "one sequence after the other"),
     ({"layers": 2, "target": "sm_90a", "overlap": "wavefront"}, ArgumentError, r"overlap.*sequences")], ids=str)
 def test_what_is_refused_to_compile(options: dict[str, Any], kind: type[Exception], words: str):
-    with pytest.raises(kind, match=words):
-        ecornn.compile("lstm", hidden=8, sequences=True, **options)
+    refused(kind, words, ecornn.compile, "lstm", hidden=8, sequences=True, **options)
 
 
 @pytest.mark.parametrize("with_state", [False, True])

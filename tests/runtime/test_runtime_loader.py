@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import runtime_sample as sample
 import tvm_ffi
+from refusals import refused
 from soak import in_use
 from tvm_ffi import libinfo
 
@@ -64,8 +65,7 @@ def test_copies_and_pickles(module: Module, tmp_path: Path):
     again = pickle.loads(content)
     np.testing.assert_array_equal(again.bind(WEIGHTS)(x)[0], module.bind(WEIGHTS)(x)[0])
     for keep in (pickle.dumps, lambda one: one.save(tmp_path / "again.so")):
-        with pytest.raises(ModuleError, match="is gone"):
-            keep(one)
+        refused(ModuleError, "is gone", keep, one)
     one.bind(WEIGHTS)(x)  # what is loaded stays loaded
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(CopyError, match=r"copy or pickle layer\.module, and bind it"):
@@ -143,8 +143,7 @@ def test_files_that_are_no_modules(module: Module, tmp_path: Path):
              zeros: "its checksum is missing", cut: "shorter than its header says",
              stripped: r"stripped\.so is damaged, or was changed after it was compiled"}
     for path, words in cases.items():
-        with pytest.raises(ModuleError, match=words):
-            ecornn.load(path)
+        refused(ModuleError, words, ecornn.load, path)
 
 
 OTHER, COMPILE = "not a module of this version", rf"of format {{}}, and {FORMAT} is read; compile the layer again"
@@ -182,12 +181,10 @@ def test_features_in_either_spelling(monkeypatch: pytest.MonkeyPatch):
 def test_gpu_modules_need_their_gpu(monkeypatch: pytest.MonkeyPatch):
     module = replaced(device=sample.GPU)
     monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: None)
-    with pytest.raises(DeviceError, match=r"device=3 is not allowed.*sm_90a"):
-        module.bind(WEIGHTS, 3)
+    refused(DeviceError, r"device=3 is not allowed.*sm_90a", module.bind, WEIGHTS, 3)
     other = msgspec.structs.replace(sample.GPU, arch="sm_80", name="another GPU")
     monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: other)
-    with pytest.raises(ModuleError, match=r"compiled for sm_90a .* GPU 0 is a another GPU, sm_80"):
-        module.bind(WEIGHTS)
+    refused(ModuleError, r"compiled for sm_90a .* GPU 0 is a another GPU, sm_80", module.bind, WEIGHTS)
 
 
 @pytest.mark.parametrize(("arguments", "error"), [
@@ -208,8 +205,7 @@ def test_weights_are_checked(module: Module):
             (DTypeError, r"weights\['bias_l0'\].dtype='int64'", {"weight_l0": w, "bias_l0": b.astype(np.int64)}),
             (ArgumentError, r"weights\['bias_l0'\]=<class 'list'>", {"weight_l0": w, "bias_l0": b.tolist()}),
             (ArgumentError, "a dict of arrays", [w, b])):
-        with pytest.raises(kind, match=words):
-            module.bind(weights)
+        refused(kind, words, module.bind, weights)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "longdouble"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch_pairs import LENGTHS, B, H, I, T, alike, ancestors, case, copied, load, operands, pair, states
@@ -61,8 +62,7 @@ def test_the_arguments_of_the_constructor_are_torchs():
     assert (layer.num_layers, layer.bias, layer.batch_first, layer.dropout, layer.bidirectional) == (
         3, False, True, 0.5, True)
     assert layer.weight_hh_l2_reverse.dtype == torch.float64
-    with pytest.raises(ArgumentError, match="nonlinearity='sine'"):
-        ecornn.torch.RNN(I, H, nonlinearity="sine")
+    refused(ArgumentError, "nonlinearity='sine'", ecornn.torch.RNN, I, H, nonlinearity="sine")
 
 
 @pytest.mark.parametrize(("kind", "options"), [
@@ -167,13 +167,11 @@ def test_other_types_on_a_cpu_are_pytorchs(dtype: Any, monkeypatch: pytest.Monke
             wanted, says = torch.nn.GRU.forward(layer, x), "compiled ones are for float32 and float64 on a CPU"
             with pytest.warns(UserWarning, match=f"PyTorch's own layer runs: {says}.*this is {dtype} on cpu"):
                 same(found := layer(x), wanted)
-            with pytest.raises(DTypeError, match="float32"):
-                layer(x.float())
+            refused(DTypeError, "float32", layer, x.float())
     found[0].sum().backward()
     assert layer.weight_hh_l0.grad is not None
     monkeypatch.setenv("ECORNN_STRICT", "1")
-    with pytest.raises(FallbackError, match=f"float64 on a CPU.*this is {dtype}"):
-        layer(x)
+    refused(FallbackError, f"float64 on a CPU.*this is {dtype}", layer, x)
 
 
 def test_autocast_on_a_cpu_is_pytorchs():
@@ -188,8 +186,7 @@ def test_autocast_on_a_cpu_is_pytorchs():
                 if theirs is not None:
                     same(layer(given), theirs)
                     continue
-                with pytest.raises(RuntimeError, match="primitive descriptor"):
-                    layer(given)
+                refused(RuntimeError, "primitive descriptor", layer, given)
 
 
 def test_states_in_a_list():
@@ -434,8 +431,7 @@ def test_symbolic_traces_have_a_layer_as_one_node_and_torch_jit_script_none(name
     x, _ = parts_of(model.layer)
     graph = torch.fx.symbolic_trace(model)
     assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["layer"]
-    with pytest.raises(FallbackError, match=r"call ecornn\.torch\.restore\(model\) first"):
-        torch.jit.script(model)
+    refused(FallbackError, r"call ecornn\.torch\.restore\(model\) first", torch.jit.script, model)
     agree_with_torch(model, x, graph)
     ecornn.torch.restore(model)
     agree_with_torch(model, x, torch.jit.script(model))

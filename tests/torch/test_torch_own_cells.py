@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -94,10 +95,8 @@ def test_built_in_cells_with_options_train_as_layers():
     assert kind_of(text_of(ours)).cell is ours.cell
     name = name_of(Smoothed())
     assert name.startswith("smoothed@") and name.endswith(f"={__name__}:Smoothed")
-    with pytest.raises(ArgumentError, match="make an ecornn"):
-        cell_of("smoothed@00000000")
-    with pytest.raises(ArgumentError, match="the cell that"):
-        cell_of(f"smoothed@00000000={__name__}:Smoothed")
+    refused(ArgumentError, "make an ecornn", cell_of, "smoothed@00000000")
+    refused(ArgumentError, "the cell that", cell_of, f"smoothed@00000000={__name__}:Smoothed")
 
 
 def test_a_training_step_does_not_analyse_the_cell_again(monkeypatch: pytest.MonkeyPatch):
@@ -173,8 +172,7 @@ def test_missing_sizes_and_names_are_errors():
     for step, options, words in ((nn.Linear(3, 3), {}, r"input_size=None.*an attribute of the module"),
                                  (3, {}, "step=3"), (MGU(I, H), {"states": "h"}, "states='h'"),
                                  (lambda x: x, sizes, "arguments behind x"), (MGU(I, H), {"name": "1"}, "name='1'")):
-        with pytest.raises(ArgumentError, match=words):
-            ecornn.torch.cell(step, **options)
+        refused(ArgumentError, words, ecornn.torch.cell, step, **options)
 
 
 # -- what a module does beside its forward's expressions ----------------------------------------

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from events import until
 from msgspec import structs
+from refusals import refused
 from rich.console import Console
 from test_records import WORK, trial
 from tune_fakes import DEVICE, ENTRIES, Fake, make
@@ -60,16 +61,14 @@ def test_a_bad_argument_is_named_and_nothing_is_written(argument, value, tmp_pat
 
 def test_without_a_compiler_it_says_so_and_tries_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match="no-such-compiler"):
-        tune("lstm", **LAYER, output=tmp_path / "log.jsonl")
+    refused(BuildError, "no-such-compiler", tune, "lstm", **LAYER, output=tmp_path / "log.jsonl")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_no_log_is_not_written_to(tmp_path):
     path = tmp_path / "lstm.so"
     path.write_bytes(b"\x7fELF\n\x00\x01")
-    with pytest.raises(RecordError, match="is no tuning log"):
-        tune("lstm", **LAYER, output=path)
+    refused(RecordError, "is no tuning log", tune, "lstm", **LAYER, output=path)
     assert path.read_bytes() == b"\x7fELF\n\x00\x01"
 
 
@@ -171,8 +170,7 @@ def test_equal_servers_measure_for_one_run(serve):
     Connection(TRACKER, BEFORE)
     for other in OTHERS[:-1]:
         serve(other)
-        with pytest.raises(NoServer, match="give it another key"):
-            Connection(TRACKER, BEFORE)
+        refused(NoServer, "give it another key", Connection, TRACKER, BEFORE)
 
 
 def test_what_was_built_for_a_gpu_serves_its_equals(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -195,8 +193,7 @@ def test_a_target_that_servers_measure_on(target, serve):
     ("znver4", "target='znver4'"), (KNOWN["sm_80"], r"target='NVIDIA A100 \(sm_80, 108 cores\)'")])
 def test_a_target_that_servers_do_not_measure_on_is_refused(target, said, serve):
     serve(H100)
-    with pytest.raises(DeviceError, match=said):
-        Session(target, tracker=TRACKER)
+    refused(DeviceError, said, Session, target, tracker=TRACKER)
 
 
 def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve, monkeypatch):
@@ -210,16 +207,14 @@ def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve, monkeypatch):
     Connection(TRACKER, share)
     for other in (structs.replace(H100, cores=60), KNOWN["sm_80"]):  # too small, or another GPU
         serve(other)
-        with pytest.raises(NoServer, match="give it another key"):
-            Connection(TRACKER, share)
+        refused(NoServer, "give it another key", Connection, TRACKER, share)
 
 
 def test_a_cpu_by_name_is_not_this_one():
     here = resolve("cpu")
     other = resolve("neoverse-v1" if here.arch != "neoverse-v1" else "znver4")
     for target in (other, other.arch):
-        with pytest.raises(DeviceError, match=f"target='{other.arch}.*must be in this machine"):
-            Session(target)
+        refused(DeviceError, f"target='{other.arch}.*must be in this machine", Session, target)
     assert all(Session(t).device == here for t in (here, structs.replace(here, name="mine", memory=0), here.arch))
 
 
@@ -236,8 +231,7 @@ def test_all_cores_of_a_cpu_measure_with_the_features_that_are_asked_for():
 def test_without_a_gpu_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_gpu, "detect", lambda index=0: None)
     for target in ("cuda", "sm_90a"):
-        with pytest.raises(DeviceError, match=f"target='{target}' .*no CUDA GPU.* behind a tracker"):
-            present(target)
+        refused(DeviceError, f"target='{target}' .*no CUDA GPU.* behind a tracker", present, target)
     assert present(None) == resolve("cpu")
 
 

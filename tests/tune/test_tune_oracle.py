@@ -18,6 +18,7 @@ import step_cells
 from cuda_on_cpu import DTYPES as MEMORY
 from cuda_on_cpu import Emulated
 from msgspec import structs
+from refusals import refused
 from runtime_sample import FakeGPU
 from test_persistent_emulated import SMALL
 from test_records import trial
@@ -297,16 +298,13 @@ def test_a_cell_is_named_so_that_another_process_finds_it():
 
     with pytest.raises(CellError, match="top level"):
         spec_of(Local())
-    with pytest.raises(ArgumentError, match="has no 'Nope'"):
-        load_cell(f"{Path(__file__)}:Nope")
-    with pytest.raises(ArgumentError, match=r"an ecornn\.Cell"):
-        load_cell(f"{Path(__file__)}:DTYPES")
+    refused(ArgumentError, "has no 'Nope'", load_cell, f"{Path(__file__)}:Nope")
+    refused(ArgumentError, r"an ecornn\.Cell", load_cell, f"{Path(__file__)}:DTYPES")
 
 
 def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):
     monkeypatch.setenv("ECORNN_WORKER", "1")
-    with pytest.raises(ScheduleError, match="__main__"):
-        ecornn.tune.tune("lstm", hidden=8, target="cpu")
+    refused(ScheduleError, "__main__", ecornn.tune.tune, "lstm", hidden=8, target="cpu")
 
 
 def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from events import LIMIT, all_end, until
+from refusals import refused
 from test_records import trial
 from test_tune_run import HERE, TASK, searched
 from tune_fakes import ENTRIES, Fake, cost, make
@@ -129,8 +130,7 @@ def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
     with evaluator(limit=1e6, quiet=False) as measure:
         measure.submit([candidate("ok"), candidate("slow_build"), candidate("hang")], None)
         assert measure.next()[0] == candidate("ok")
-        with pytest.raises(TimeoutError, match="no candidate was done within"):
-            measure.next(0.3)
+        refused(TimeoutError, "no candidate was done within", measure.next, 0.3)
         assert measure.pending == 2
         measure.drop()
         assert measure.pending == 0
@@ -205,8 +205,7 @@ def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch)
         first.wake()
         read = first.read  # whose limit is over once there is litter
         monkeypatch.setattr(first, "read", lambda count, end: (littered(1), read(count, end - 1e6))[1])
-        with pytest.raises(WorkerError, match="took longer than 1000 s"):
-            first.call("tune_fakes:litter", None, bool, 1000.0)
+        refused(WorkerError, "took longer than 1000 s", first.call, "tune_fakes:litter", None, bool, 1000.0)
         call = partial(second.call, "tune_fakes:litter", None, bool, 1e6)
         threading.Thread(target=pytest.raises, args=(WorkerError, call)).start()
         littered(2)
@@ -301,8 +300,7 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
         assert worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
     finally:
         worker.stop()
-    with pytest.raises(WorkerError, match="stopped"):
-        worker.call("test_tune_processes:gpus", None, str, LIMIT)
+    refused(WorkerError, "stopped", worker.call, "test_tune_processes:gpus", None, str, LIMIT)
 
 
 def crash(_: None) -> int:

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 from events import LIMIT, Clock, all_end, until
+from refusals import refused
 from rpc_servers import kill
 from test_cli import folder, run  # noqa: F401  (a user's folder of its own for each test)
 from tune_fakes import ENTRIES
@@ -251,8 +252,7 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
 
         threading.Thread(target=serve, daemon=True).start()
         wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}' is not allowed"
-        with pytest.raises(DeviceError, match=wanted):
-            here.describe("cpu")
+        refused(DeviceError, wanted, here.describe, "cpu")
         if "server" not in kind:
             assert "the address of a running tracker" in run("serve", "--target", "cpu", "--tracker", here, code=2)
         listening.shutdown(socket.SHUT_RDWR)
@@ -288,20 +288,17 @@ def test_a_server_that_answered_with_errors_alone_was_there(monkeypatch):
     monkeypatch.setattr(pool, "REST", 0.01)
     monkeypatch.setattr(pool, "time", clock := Clock())
     with Pool(replace(ENTRIES, measure="test_tune_remote:busy_every_other_time"), 1, local=False) as workers:
-        with pytest.raises(WorkerError, match="took longer"):
-            workers.measure("hangs", bool, LIMIT)
+        refused(WorkerError, "took longer", workers.measure, "hangs", bool, LIMIT)
         clock.sleep(2 * pool.ABSENCE)
         assert workers.measure("is busy", bool, LIMIT)
 
 
 def test_other_machines_need_an_explicit_flag(tracker):
-    with pytest.raises(ArgumentError, match="allow-remote"):
-        Tracker.parse("10.1.2.3:9190", "k")
+    refused(ArgumentError, "allow-remote", Tracker.parse, "10.1.2.3:9190", "k")
     assert Tracker.parse("10.1.2.3:9190", "k", allow_remote=True).port == 9190
     assert Tracker.parse("[::1]:9190", "k") == Tracker("::1", 9190, "k")  # IPv6's loopback is loopback
     for address in ("9190", "host:", ":1", "host:0", "host:99999", "host:x"):
-        with pytest.raises(ArgumentError, match="HOST:PORT"):
-            Tracker.parse(address, "k", allow_remote=True)
+        refused(ArgumentError, "HOST:PORT", Tracker.parse, address, "k", allow_remote=True)
     require_loopback("host", "127.0.0.1", False)
     said = run("serve", "--tracker", tracker, "--host", "0.0.0.0", "--target", "cpu", code=2)
     assert "--allow-remote" in said and "run any code" in said
