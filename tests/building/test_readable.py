@@ -191,13 +191,6 @@ def test_it_trains_as_the_compiled_text_does(name: str, tmp_path: Path, monkeypa
         assert ours.tobytes() == found[1][key].tobytes(), key
 
 
-def test_a_fault_in_the_text_would_be_seen(tmp_path: Path):
-    text = compilable(text_of("mma"))
-    broken = re.sub(r"(float gate__2 = \S+) \+ ", r"\1 - ", text, count=1)
-    (right, *_), (wrong, *_) = results("mma", tmp_path, lambda _: text, lambda _: broken)
-    assert broken != text and right.tobytes() != wrong.tobytes()
-
-
 def test_the_text_of_a_kernel(same_as_file: Callable[[str, str], None]):
     same_as_file("persistent_lstm.cu", kernels(text_of("l2"))["persistent"] + "\n")
 
