@@ -187,7 +187,6 @@ def program_of(layer: Layer) -> Program:
     def chosen(task: Any) -> Any:
         schedule = layer.schedule or serving_or_raise(task)[0].name
         return choose(task, schedule, dict(layer.config), Log([]))
-
     made = arrange(cell, layer.stack, whole, device, layer.overlap, chosen,
                    lambda task: serving_or_raise(task, layer.schedule)[0].expected(task))
     programs: dict[Any, Program] = {}

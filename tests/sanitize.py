@@ -138,7 +138,6 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
     (T, B, I, H), stack = of["sizes"], layer.manifest.stack
     def drawn(*shape: int) -> Any:
         return torch.tensor(rng.standard_normal(shape)).to(kind)
-
     x, dy = drawn(T, B, I), drawn(T, B, H * stack.directions)
     shape = (B, H) if stack.count == 1 else (stack.count, B, H)
     states, dstates = ([drawn(*shape) for _ in layer.manifest.states] for _ in range(2))

@@ -53,7 +53,6 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
     def clock(run: Callable[[], object]) -> float:
         now[0] += 1
         return now[0]
-
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for most, seconds, count in ((30, 25.0, 13), (30, 0.0, FEWEST), (5, 1e9, 5)):
         times = take_turns(dict.fromkeys("ab", lambda: None), lambda: None, most, seconds, clock)

@@ -95,7 +95,6 @@ def test_functions_that_do_not_fit_are_refused():
     @S.prim_func
     def host(y: S.Buffer((64,), "float32")):
         y[0] = S.float32(0)
-
     for function, message in ((unknown, "no buffer 'z'"), (scalar, "'steps'"), (host, "one kernel|lowered")):
         with pytest.raises(BuildError, match=message):
             lower(Program.running({"f": function}, cuda_sample.BUFFERS, ()), "sm_90a")
@@ -165,7 +164,6 @@ def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(monkeypa
     def compile(source: str, *rest: str) -> tuple[bytes, str]:
         sources.append(source)
         return compiled(source, *rest)
-
     for place, name, value in ((nvcc, "_compile", compile), (cuda, "PROJECTION", "step"), (cuda, "LARGE", 1)):
         monkeypatch.setattr(place, name, value)
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))

@@ -218,7 +218,6 @@ def test_many_that_want_one_entry_wait_for_the_one_that_makes_it(root: Path):
 def test_what_fails_is_not_kept(root: Path):
     def fail() -> bytes:
         raise RuntimeError("no compiler")
-
     refused(RuntimeError, "no compiler", cache.entry, "cubin", ("a",), fail)
     assert not cache.entries(root) and cache.entry("cubin", ("a",), Maker()) == b"code"
 

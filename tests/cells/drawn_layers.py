@@ -23,7 +23,6 @@ class Drawn:
         (T, B, I, H), rng, self.cell = sizes, np.random.default_rng(4), cell
         def drawn(*shape: int, low: float = -1.0) -> Any:
             return rng.uniform(low, 1, shape).astype(DTYPES.get(dtype, dtype)).astype(np.float64)
-
         self.names, self.width, self.hidden = cell.output_names(), cell.row_width(I, H), H
         self.x, self.dy = drawn(T, B, self.width, low=least), drawn(T, B, len(self.names) * H)
         self.first, self.dlast = [drawn(B, H) for _ in cell.states], [drawn(B, H) * ends for _ in cell.states]

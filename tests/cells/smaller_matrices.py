@@ -113,7 +113,6 @@ def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, Parameters, lis
     rng = np.random.default_rng(0)
     def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
         return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
-
     parameters = {n: values(s, 2 * s[-1] ** -0.5) for n, s in cell.parameters(I, hidden).items()}
     zeros = [np.zeros((batch, hidden), np.float32)] * (len(cell.states) - 1)
     return values((T, batch, I)), parameters, [values((batch, hidden)), *zeros]

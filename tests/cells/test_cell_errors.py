@@ -166,7 +166,6 @@ def test_a_state_that_is_no_tensor():
 def test_a_profiler_that_was_there_stays():
     def profiler(*_: Any) -> None:
         pass
-
     sys.setprofile(profiler)
     try:
         analyse(get("lstm"), 4, 6)
@@ -288,7 +287,6 @@ def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
     def cell(most: int) -> Cell:
         return faulty(lambda x, h, p: [product(h if h.shape[1] < most else pointwise(
             lambda b, j: te.tanh(h[b, j]), h), p["R"], 0)])
-
     plain, same, wide, wider = (cell(most).identity() for most in (1 << 30, 1 << 29, 1000, 3000))
     assert plain == same and len({plain, wide, wider}) == 3
 

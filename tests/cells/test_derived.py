@@ -157,7 +157,6 @@ def test_of_jax():
     learned = {n: jax.numpy.asarray(w, "float32") for n, w in drawn()[0].items()}
     def first(learned: Any) -> Any:
         return derive(Computed(), learned, I, H)["R_l0"][0, 1]
-
     slope = jax.grad(first)(learned)["A_l0"]
     assert (float(slope[0, 1]), float(slope[1, 0])) == (1.0, -1.0)
 

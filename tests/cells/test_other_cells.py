@@ -145,7 +145,6 @@ def test_equal_values_share_the_gradient():
     def step(x: Any, h: Any, p: Any) -> Any:
         top = largest(h)
         return [pointwise(lambda b, j: h[b, j] * 0.5 + top[b] * x[b, j], h)]
-
     h = np.array([[2.0, -1.0, 2.0, 1.0], [-3.0, -3.0, -3.0, -3.0]])
     x, d = np.random.default_rng(0).normal(size=(1, 2, 4)), np.arange(8.0).reshape(2, 4)
     first = torch.tensor(h, requires_grad=True)

@@ -274,7 +274,6 @@ def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPa
     def shifted(*arguments: Any) -> Any:
         found = derived(*arguments)
         return replace(found, dx=found.dx * (1 + 1e-3))
-
     monkeypatch.setattr(cell_checks, "interpret", moved)
     monkeypatch.setattr(cell_checks.Checks, "derived", shifted)
     report = check(step_cells.Decay(), resolve("cpu"))

@@ -111,7 +111,6 @@ def test_asks_ahead_where_l3_is_slow_and_weights_come_from_there():
     def ahead(arch: str, hidden: int, batch: int) -> int:
         device = msgspec.structs.replace(detect(), arch=arch, cores=2, l2=1 << 20, features=("avx2", "avx512f", "fma"))
         return CPUSequence().default(make_task(get("gru"), Workload("gru", hidden, hidden, batch), device))["ahead"]
-
     assert ahead("skylake-avx512", 800, 20) == 1
     assert ahead("skylake-avx512", 800, 1) == 0  # L3 is all that a batch row waits for
     assert ahead("skylake-avx512", 256, 20) == 0 and ahead("znver4", 800, 20) == 0

@@ -164,7 +164,6 @@ def test_packed_sums_and_powers():
     sources, pad = (("w", 0),), (1, 3, 12)
     def made(dtype: str, split: tuple[int, ...]) -> np.ndarray:
         return pack(Packing(sources, pad, split, tuple(range(len(split))), dtype), {"w": weights})
-
     powers, balanced = made("balance", pad), made("balanced", pad)
     np.testing.assert_array_equal(balanced * powers[..., None], weights)
     np.testing.assert_array_equal(np.frexp(powers)[0], 0.5)

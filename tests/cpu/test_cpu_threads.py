@@ -232,7 +232,6 @@ def come(turns: Turns, order: list[int], number: int) -> threading.Thread:
     def work() -> None:
         with turns:
             order.append(number)
-
     waiting, thread = len(turns._waiting), threading.Thread(target=work)
     thread.start()
     until(lambda: len(turns._waiting) == waiting + 1)
@@ -311,7 +310,6 @@ def test_an_error_ends_a_turn():
 def interruptible() -> Iterator[None]:
     def fail(*_: object) -> None:
         raise TimeoutError
-
     before = signal.signal(signal.SIGUSR1, fail)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -322,14 +320,12 @@ def test_who_is_interrupted_does_not_keep_a_turn(interruptible: None):
     def hold() -> None:
         with turns:
             leave.wait()
-
     holder = threading.Thread(target=hold)
     holder.start()
     until(lambda: turns._inside)
     def interrupt() -> None:
         until(lambda: turns._waiting)
         os.kill(os.getpid(), signal.SIGUSR1)
-
     threading.Thread(target=interrupt).start()
     with pytest.raises(TimeoutError), turns:
         raise AssertionError("nobody has left")

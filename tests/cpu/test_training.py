@@ -32,7 +32,6 @@ class Layer:
         shape = (B, H) if stack.count == 1 else (stack.count, B, H)
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(dtype)
-
         self.x, self.dy = normal(T, B, I), normal(T, B, H * stack.directions)
         self.states = [normal(*shape) for _ in self.module.manifest.states]
         self.dstates = [normal(*shape) for _ in self.states]
@@ -137,7 +136,6 @@ def test_what_is_kept_is_what_is_said(cell, keep, values):
 def test_what_is_kept_where_it_is_left_open():
     def keep(target: str, **sizes: int) -> str | None:
         return plan("lstm", training=True, target=target, **sizes).stack.keep
-
     assert keep("cpu", hidden=800, batch=20, seq=300) == "gates"
     assert keep("cpu", hidden=256, batch=4, seq=100_000) == "states"
     assert keep("sm_90a", hidden=800, batch=20, seq=300) == "gates"

@@ -96,7 +96,6 @@ def test_sound_has_the_tones_of_its_letters():
 
     def alike(a: np.ndarray, b: np.ndarray) -> float:
         return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
     assert alike(spectrum("a", 0), spectrum("a", 1)) > 0.8 > 0.7 > alike(spectrum("a", 0), spectrum("p", 1))
     frames, batch = 24, 3
     spectra, letters, lengths = speech.batch_of(["a", "bcd"], frames, batch, np.random.default_rng(0))
@@ -296,7 +295,6 @@ def test_steps_that_wait_share_a_call():
     def adding(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         called.append(len(x))
         return h + x, c + 2 * x
-
     async def calls() -> list[float]:
         sessions = serving.Sessions(adding, 1, 1, most=3, capacity=4)
         # two steps of a, and more rows than a call has

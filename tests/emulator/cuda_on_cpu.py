@@ -233,7 +233,6 @@ def inputs(cell: str, sizes: tuple[int, int, int, int], dtype: str, shapes: Mapp
     generator = np.random.default_rng([seed, *sizes, len(cell)])
     def draw(shape: tuple[int, ...], scale: float) -> np.ndarray:
         return generator.uniform(-scale, scale, shape).astype(DTYPES[dtype])
-
     x = draw((steps, batch, input), 1.5)
     parameters = {n: draw(s, hidden ** -0.5) for n, s in shapes.items()}
     return x, {s: draw((batch, hidden), 1.0) for s in states}, parameters

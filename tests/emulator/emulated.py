@@ -92,11 +92,9 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     rows, after = emulated.run(x, states, parameters, masks, traversal.directions * graph.written, *program.entries)
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: value.astype(np.float64) for name, value in tensors.items()}
-
     weights = rounded_weights(task, parameters)
     def reference(forward: Forward) -> Any:
         return expected(w.cell, traversal, x.astype(np.float64), exact(states), weights, masks, forward)
-
     wanted, values = Wanted(w.arithmetic, reference), graph.written * w.hidden
     own = slice(traversal.y_offset(values), traversal.y_offset(values) + values)
     others = np.ascontiguousarray(np.delete(rows, own, axis=2))

@@ -212,7 +212,6 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
     generator = torch.Generator().manual_seed(T * 1000 + H)
     def draw(*size: int, scale: float = 1.0) -> Any:
         return ((torch.rand(size, generator=generator) * 2 - 1) * scale).to(kind)
-
     parameters = {n: draw(*s, scale=H ** -0.5) for n, s in found.parameters(I, H).items()}
     weights = {found.parameter_name(n): p.reshape(-1, *p.shape[2:]) for n, p in parameters.items()}
     x, states = draw(T, B, I, scale=1.5), {name: draw(B, H) for name in found.states}

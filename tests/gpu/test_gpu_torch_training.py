@@ -131,7 +131,6 @@ def test_gradients_by_what_is_kept(cell: str, dtype: torch.dtype, keep: str):
     assert fewer.state == () and torch.equal(fewer.x, found.x)
     def exact(value: torch.Tensor) -> np.ndarray:
         return value.double().cpu().numpy()
-
     dx, dweights, dfirst = ecornn.reference_gradients(cell, exact(x), {n: exact(w) for n, w in weights.items()},
                                                       [*map(exact, first)], dy=exact(dy))
     limit = BACKWARD if dtype == torch.float32 else 2.0 ** -6
@@ -186,7 +185,6 @@ def test_accumulation_checkpoints_hooks_compile_and_transforms():
 
     def loss(*rows: torch.Tensor) -> torch.Tensor:
         return sum(ours(r)[0].square().sum() for r in rows)  # type: ignore[return-value]
-
     close(gradients_of(ours, x, lambda: loss(x)))
     close(gradients_of(ours, x, lambda: loss(x[:, :2].contiguous(), x[:, 2:].contiguous())))
     close(gradients_of(ours, x, lambda: checkpoint(loss, x, use_reentrant=False)))
@@ -207,7 +205,6 @@ def test_torch_compile_under_autocast():
     def low() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return compiled(x)
-
     found = gradients_of(ours, x, low)
     assert all(BACKWARD < error(one, other) < 0.05 for one, other in zip(found, wanted, strict=True))
 
@@ -258,7 +255,6 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
         train(ours, optimizer, x, wanted)
     def refuse(*args: Any) -> None:
         raise AssertionError("memory of a module's own, or a wait for it")
-
     for place, name in ((weights, "DeviceMemory"), (caller, "PackedWeights"), (weights.PackedWeights, "repack")):
         monkeypatch.setattr(place, name, refuse)
     torch.cuda.synchronize()
@@ -437,7 +433,6 @@ def test_tensors_of_another_device_or_type_are_refused():
 def test_what_no_schedule_serves_is_pytorchs(monkeypatch: pytest.MonkeyPatch):
     def refuses(*args: Any, **kwargs: Any) -> None:
         raise errors.ScheduleError("no schedule carries out the adjoint")
-
     monkeypatch.setattr(bound, "compiled", refuses)
     _, theirs, ours = pair("GRU")
     x = torch.randn(T, B, I, device="cuda")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from exact import relative
+from torch_values import flat
 
 import ecornn
 import ecornn.torch
@@ -141,10 +142,6 @@ def test_the_longest_call(cell: str, T: int, B: int, H: int):
 
 
 WIDTH, UNITS = 24, 40
-
-
-def flat(result: Any) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -19,7 +19,6 @@ def errors_of(layer: Any, cell: str, weights: dict[str, Any], rng: np.random.Gen
     assert columns.wrapped.size or layer.together == 1  # where no columns may share one
     def drawn(*shape: int) -> Any:
         return torch.tensor(rng.standard_normal(shape)).to(kind)
-
     rows, drows = drawn(w.seq, count, w.input), drawn(w.seq, count, w.hidden * stack.directions)
     shape = (count, w.hidden) if stack.count == 1 else (stack.count, count, w.hidden)
     states, dstates = ([drawn(*shape) for _ in layer.manifest.states] for _ in range(2))

@@ -51,7 +51,6 @@ class Layer:
         rng, traversal = np.random.default_rng(seed), self.traversal
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(self.dtype)
-
         # first states that no cell divides by, or takes the logarithm of, too near to zero
         states = [rng.uniform(0.1, 1, (batch, self.hidden)).astype(self.dtype) for _ in self.cell.states]
         parameters = {n: (rng.uniform(-1, 1, shape) / self.hidden ** 0.5).astype(self.dtype)
@@ -88,7 +87,6 @@ def build(folder: Path, *layers: Layer) -> None:
         layer.prefix, program = f"of{number}_", layer.program
         def own(name: str, prefix: str = layer.prefix) -> str:
             return prefix + name
-
         buffers += [structs.replace(b, name=own(b.name)) for b in program.buffers]
         for entry in (FORWARD, BACKWARD):
             calls = []

@@ -226,7 +226,6 @@ class Grouped(Formula):
         n = self.groups
         def highest(z: Any) -> Any:
             return grouped(z, n, lambda part: part.max(axis=1, keepdims=True))
-
         share = grouped(2 * r[0] + w[0] + v[0], n, soft)
         alike = grouped(c, n, lambda part: (part - part.mean(axis=1, keepdims=True)) / np.sqrt(
             part.var(axis=1, keepdims=True) + 1e-2))

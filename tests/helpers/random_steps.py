@@ -260,7 +260,6 @@ class Drawn:
     def _arguments(self, rng: np.random.Generator, steps: int, batch: int, hidden: int, input: int) -> Call:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
-
         input, states = self.width(hidden, input), range(len(self.cell.states))
         shapes = self.cell.parameters(input, hidden)
         parameters = {n: (rng.uniform(-1, 1, s) / s[-1] ** 0.5 * (1 if len(s) > 2 else 3)).astype(np.float32)

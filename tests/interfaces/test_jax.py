@@ -69,7 +69,6 @@ def test_gradients(lstm: ecornn.jax.Recurrent):
     def loss(weights, x, state):
         y, (h, c) = lstm(weights, x, state)
         return jnp.vdot(y, dy) + jnp.vdot(h, dh) + jnp.vdot(c, dc)
-
     dx, dweights, dstate = ecornn.reference_gradients("lstm", x, weights, state, dy=dy, dstate=(dh, dc))
     gradient = jax.grad(loss, argnums=(0, 1, 2))
     for function in (gradient, jax.jit(gradient), jax.jit(gradient)):  # gradients must not add up over calls

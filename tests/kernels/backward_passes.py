@@ -74,7 +74,6 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
     rng, shape = np.random.default_rng([seed, w.seq, w.batch, w.hidden]), (w.seq, w.batch, w.hidden)
     def of_type(values: Array, dtype: str = w.dtype) -> Array:
         return values.astype(DTYPES[dtype]).astype(np.float64)
-
     weights = {n: of_type(rng.uniform(-1, 1, s) * w.hidden**-0.5) for n, s in graph.parameters.items()}
     states = [rng.uniform(-1, 1, shape[1:]) for _ in adjoint.forward.states]
     forward = adjoint.forward

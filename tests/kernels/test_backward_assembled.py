@@ -359,7 +359,6 @@ def test_the_fence_between_copies_and_products(tmp_path, dropped):
     def change(text: str) -> str:
         assert text.count(fence) == 2  # of either kernel
         return text.replace(fence, "") if dropped else text
-
     try:
         found = Passes(part, tmp_path, given, ordered=True, change=change).run(8, 9, values, twice=False)
     except Fault:

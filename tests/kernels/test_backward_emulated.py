@@ -63,7 +63,6 @@ class Step:
         rng, work, kind = np.random.default_rng(3), self.task.workload, DTYPES[self.task.workload.dtype]
         def drawn(*shape: int) -> np.ndarray:
             return rng.uniform(-1, 1, shape).astype(kind).astype(np.float32)
-
         masks = masks_of(self.traversal, steps, batch, self.program.together)
         parameters = {n: (rng.uniform(-1, 1, s) / work.hidden ** 0.5).astype(kind).astype(np.float32)
                       for n, s in self.task.graph.parameters.items()}

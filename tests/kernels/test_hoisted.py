@@ -87,7 +87,6 @@ def test_who_has_the_choice(schedule, cell):
     def values(name, dtype):
         task = task_of(name, (9, 4, 8, 16), dtype, HOPPER)
         return next(k for k in schedule().knobs(task) if k.name == "hoisted").values
-
     assert values(cell, "float16") == values(cell, "bfloat16") == ("float32", "same")
     assert values(cell, "float32") == values(cell, "tf32") == ("float32",)
     assert schedule is not Elementwise or values("decay", "float16") == ("float32",)  # nothing is hoisted
@@ -121,7 +120,6 @@ def test_memory_counts_where_rows_are_many():
     """LSTM 256 B=512 took 4.0 µs by `persistent`, 3.3 by `persistent_wide`; 2.57 and 2.65 were expected."""
     def rank(name: str, batch: int) -> float:
         return all_schedules()[name].rank(task_of("lstm", (300, batch, 256, 256), "float16", KNOWN["sm_90a"])) / 1000
-
     assert unhidden(task_of("lstm", (300, 64, 256, 256), "float16", KNOWN["sm_90a"]), 1_000, 0.33) < 10
     block, wide, state = (rank(name, 512) for name in ("persistent_block", "persistent_wide", "persistent"))
     assert block < wide and 0.9 < block / 3.0 < 1.1 and 0.9 < wide / 3.3 < 1.1 and 0.9 < state / 4.0 < 1.1
@@ -195,7 +193,6 @@ def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
 def test_what_it_does_not_serve():
     def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):
         return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
-
     assert serves() and serves(dtype="float16") and serves(sizes=(40, 3, 8, 1))
     assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(40, 3, 61, 40), dtype="tf32")
     assert serves(sizes=(40, 3, 2, 40)) and not serves(sizes=(40, 3, 61, 40))  # rows of whole words

@@ -272,7 +272,6 @@ def test_what_clusters_cannot_do_is_refused():
     def reason(**change: Any) -> str:
         change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
         return schedule.check(task, cut(task, **{**CLUSTER, **change})) or ""
-
     assert not reason() and not reason(groups=6, units=20) and "20 blocks in a cluster" in reason(units=16)
     small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
     assert "1 blocks" in (schedule.check(small, cut(small, **CLUSTER, warps=1)) or "")

@@ -132,7 +132,6 @@ def test_more_chunks_than_stages_over_many_steps(tmp_path, backward, registers, 
     def layer_and_plan(device):
         layer = task_of(cell, sizes, "float16", device)
         return layer, PersistentWide().plan(recurrence_of(layer) if backward else layer, config)
-
     plan = layer_and_plan(SMALL)[1]
     room = plan.shared - (3 if backward else 4) * (plan.stage_bytes + 16)
     layer, plan = layer_and_plan(replace(SMALL, shared=room))
@@ -197,7 +196,6 @@ def test_what_does_not_fit_is_refused():
     schedule, task = PersistentWide(), task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
     def reason(**change: Any) -> str:
         return schedule.check(task, config_of(**{"registers": 50, **change})) or ""
-
     assert not reason() and "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
     assert "registers" in (schedule.check(task, config_of(registers=100)) or "")
     assert "shared memory" in (schedule.check(task, config_of(registers=0)) or "")
@@ -214,7 +212,6 @@ def test_what_does_not_fit_is_refused():
 def test_what_it_does_not_serve():
     def reason(cell="lstm", sizes=(4, 64, 64, 1024), dtype="float16", device=HOPPER, of=lambda layer: layer) -> str:
         return PersistentWide().serves(of(task_of(cell, sizes, dtype, device))) or ""
-
     assert not reason() and not reason(dtype="bfloat16") and not reason(sizes=(1, 1, 1, 1))
     assert "16-bit" in reason(dtype="float32") and "sm_90a" in reason(device=KNOWN["sm_80"])
     assert "one recurrent product" in reason("gru_reset_before") and "one recurrent product" in reason("pair")

@@ -339,7 +339,6 @@ def test_estimates_read_the_row(monkeypatch, cell, sizes, schedules):
     configs = {one: one.default(task) for one in map(SCHEDULES.__getitem__, schedules)}
     def estimates() -> list[float]:
         return [one.features(task, one.plan(task, config))["estimate"] for one, config in configs.items()]
-
     fast = estimates()
     times = ("launch", "tensor_launch", "l2_exchange", "cluster_exchange", "l2_counted", "memory_latency")
     slower = changed(H100, **{name: 2 * getattr(H100, name) for name in times}, memory=H100.memory / 2,

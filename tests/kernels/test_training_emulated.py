@@ -126,7 +126,6 @@ class Step:
         rng, self.cell = np.random.default_rng(5), cell
         def drawn(*shape: int, scale: float = 1.0) -> np.ndarray:
             return (rng.uniform(-scale, scale, shape)).astype(DTYPES[dtype]).astype(np.float32)
-
         self.steps, names, width = steps, get(cell).states, H * stack.directions
         self.parameters, self.weights = dict[str, Any](), dict[str, Any]()
         for part in stack.parts(Workload(cell, H, I, B, steps, dtype)):

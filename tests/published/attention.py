@@ -27,7 +27,6 @@ class ONLSTM(Published):
         enter = product(softmax(pointwise(lambda b, j: a(b, 5, j), h, "i_scores")), p["T"], 1)
         def gate(g, name):
             return pointwise(lambda b, j: te.sigmoid(a(b, g, j)), h, name)
-
         f, i, o = gate(0, "f"), gate(1, "i"), gate(2, "o")
         both = pointwise(lambda b, j: forget[b, j] * enter[b, j], h, "overlap")
         new = pointwise(lambda b, j: (f[b, j] * both[b, j] + forget[b, j] - both[b, j]) * c[b, j]
@@ -68,7 +67,6 @@ class ONLSTMChunks(Published):
 
         def gate(g, activation, name):
             return pointwise(lambda i, j: activation(wx[i, g, j] + rh[i, g, j] + b[g, j]), h, name)
-
         forget, enter = master(0, "f_scores"), master(1, "i_scores")
         f, i, o, z = (gate(g, te.tanh if g == 3 else te.sigmoid, "fioz"[g]) for g in range(4))
         both = pointwise(lambda i, j: forget[i, j] * enter[i, j], h, "overlap")

@@ -109,7 +109,6 @@ class LEM(Published):
         ry = product(y, R, [0, 1, 2])
         def a(b, g, j):
             return wx[b, g, j] + ry[b, g, j] + v[g, j]
-
         dt = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)), y)
         du = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)), y)
         new = pointwise(lambda b, j: (1.0 - dt[b, j]) * z[b, j] + dt[b, j] * te.tanh(a(b, 2, j)), y)

@@ -35,7 +35,6 @@ class SLSTMHeads(WithHeads):
         rh = product(h, p["R"], heads=self.heads)
         def a(b, g, j):
             return wx[b, g, j] + rh[b, g, j] + v[g, j]
-
         # the logarithm of the forget gate, without overflow
         kept = pointwise(lambda b, j: tirx.min(a(b, 1, j), tirx.const(0.0, "float32"))
                          - te.log(1.0 + te.exp(0.0 - te.abs(a(b, 1, j)))) + m[b, j], h)
@@ -66,7 +65,6 @@ class BlockGRU(WithHeads):
         rh = product(h, p["R"], heads=self.heads)
         def a(b, g, j):
             return wx[b, g, j] + rh[b, g, j] + v[g, j]
-
         new = pointwise(lambda b, j: te.tanh(te.sigmoid(a(b, 0, j)) * a(b, 1, j)), h)
         z = pointwise(lambda b, j: te.sigmoid(a(b, 2, j) - 1.0), h)
         return [pointwise(lambda b, j: z[b, j] * new[b, j] + (1.0 - z[b, j]) * h[b, j], h)]
@@ -104,7 +102,6 @@ class DreamerCore(WithHeads):
         def normal(value, gain):
             value = value / np.sqrt(np.square(value).mean(axis=1, keepdims=True) + 1e-4) * gain
             return value * sig(value)
-
         features = normal(h @ Q[0].T + v[2], v[0])
         deep = normal(each_head(h, S)[0] + features + x @ W[0].T, v[1])
         r, n, z = each_head(deep, R)

@@ -83,7 +83,6 @@ class RHN(Published):
             def a(b, g, j, rs=rs, depth=depth):
                 found = rs[b, g, j] + v[2 * depth + g, j]
                 return found + wx[b, g, j] if depth == 0 else found
-
             t = pointwise(lambda b, j, a=a: te.sigmoid(a(b, 1, j)), states[0])
             s = pointwise(lambda b, j, a=a, t=t, s=s: te.tanh(a(b, 0, j)) * t[b, j] + s[b, j] * (1.0 - t[b, j]), s)
         return [s]

@@ -15,13 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 import site_step
-from click.testing import CliRunner
+from test_cli import ended
 from test_readable import CASES, kernels, made, notes, text_of
 
 from ecornn.bench import turns
 from ecornn.bench.grid import Case
 from ecornn.bench.results import CsvFile, Row
-from ecornn.cli import main
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.report import page, svg
@@ -83,9 +82,7 @@ def logged(*records: Trial | Finish) -> Log:
 
 
 def reported(*words: object, code: int = 0) -> str:
-    done = CliRunner().invoke(main, ["report", *map(str, words)])
-    assert done.exit_code == code, done.output + repr(done.exception)
-    return done.output
+    return ended("report", *words, code=code).output
 
 
 def lines_of(*records: Trial) -> bytes:

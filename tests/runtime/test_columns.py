@@ -219,7 +219,6 @@ def test_packed_sequences_of_pytorch(with_state: bool):
     def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
         y, last = layer(x, state, **masks)
         return [y, *last]
-
     y, *after = layout.call(given.data, call)
     made = torch.nn.utils.rnn.PackedSequence(y, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
     found = torch.nn.utils.rnn.unpack_sequence(made)

@@ -194,7 +194,6 @@ def test_a_folder_that_is_mounted_noexec_is_named(monkeypatch: pytest.MonkeyPatc
     content = ecornn.compile("rnn_tanh", hidden=8, target="cpu").path.read_bytes()
     def refuse(path: str) -> None:
         raise RuntimeError(f"{path}: failed to map segment from shared object")
-
     monkeypatch.setattr("ecornn.runtime.library._modules", {})
     monkeypatch.setattr(tvm_ffi, "load_module", refuse)
     for flags, told in ((os.ST_NOEXEC, True), (0, False)):

@@ -171,7 +171,6 @@ def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, 
 
     def numpy(tensor: Any) -> np.ndarray:
         return torch.from_dlpack(tensor.detach() if isinstance(tensor, torch.Tensor) else tensor).double().numpy()
-
     given = {name: foreign(value) for name, value in WEIGHTS.items()}
     layer = ecornn.load(sample.build(sample.manifest(dtype=dtype))).bind(given)
     rounded, x, out = {name: numpy(value) for name, value in given.items()}, *map(

@@ -172,7 +172,6 @@ def test_hooks(name: str):
     made = []
     def shapes(values: Any) -> list[Any]:
         return [None if v is None else tuple(v.shape) for v in values]
-
     for layer, given in ((theirs, x.double()), (ours, x)):
         seen: list[Any] = []
         handles = [
@@ -207,7 +206,6 @@ def test_hooks_of_tensors(layer: Any, x: torch.Tensor):
     def step(weight: Any) -> None:
         optimizers[weight].step()
         weight.grad = None
-
     for weight in layer.parameters():
         weight.register_hook(lambda g: 2 * g)
         weight.register_post_accumulate_grad_hook(step)

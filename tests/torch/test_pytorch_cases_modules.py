@@ -106,7 +106,6 @@ def test_gradgrad(name: str):
     exact = x.double().requires_grad_()
     def first(layer: Any, x: Any) -> Any:
         return torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)[0]
-
     found, wanted = first(ours, x.requires_grad_()), first(theirs, exact)
     close(found, wanted, BACKWARD)
     with pytest.raises(DerivativeError, match=r"ecornn\.torch\.restore"):

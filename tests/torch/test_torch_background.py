@@ -152,7 +152,6 @@ def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Com
     def same() -> None:
         assert not by_torch(lambda: ours(x))
         close(ours(x), theirs(x))
-
     with torch.no_grad():
         ours(torch.randn(3, 12, 6))
         compilers.go()
@@ -283,7 +282,6 @@ def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
     x = CALLS[given]()
     def of(layer: Any) -> Callable[[Any], torch.Tensor]:
         return (lambda x: layer(x)[0].data.sin()) if given == "packed" else lambda x: layer(x)[0].sin()
-
     fast = torch.compile(of(ours), backend="aot_eager")
     for _ in range(2):
         with warnings.catch_warnings():

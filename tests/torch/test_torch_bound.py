@@ -276,7 +276,6 @@ def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPat
     def refuses(*args: Any, **kwargs: Any) -> None:
         times.append(args)
         raise ScheduleError("too large")
-
     compiling.outcomes.clear()
     monkeypatch.setattr(ecornn.compiler, "compile_layer", refuses)
     for _ in range(3):
@@ -386,7 +385,6 @@ def test_a_layer_on_a_gpu_is_as_exact_as_cudnn(name: str):
     def error_of(one: Any) -> float:
         with torch.no_grad():
             return error(one(x)[0], exact(x.double())[0])
-
     assert 1e-5 < error_of(ours) <= 2 * error_of(layer)
     ours.tf32 = False
     assert error_of(ours) < 1e-5
@@ -434,7 +432,6 @@ def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
     def engine_of(library: torch.nn.LSTM, together: int) -> Any:
         return SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
                                training=lambda *_, **__: nullcontext(SimpleNamespace(together=together)))
-
     called: list[Any] = []
     engine = engine_of(library, 3)
     library.called = called

@@ -235,7 +235,6 @@ def test_functional_calls_and_transforms():
     x, others = torch.randn(3, B, I), {k: torch.randn_like(v) for k, v in ours.named_parameters()}
     def loss(cell: Any, weights: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(cell, weights, (x,)).square().sum()
-
     twice = {k: v.double() for k, v in others.items()}
     assert abs(float(loss(ours, others, x[0]) / loss(theirs, twice, x[0].double())) - 1) < 1e-6
     found = torch.func.grad(lambda w: loss(ours, w, x[0]))(others)

@@ -49,7 +49,6 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
     def backward(engine: Any, weights: Any, *arguments: Any, **named: Any) -> Any:
         happened.append(f"backward of {len(weights)}")
         return training.backward(engine, weights, *arguments, **named)
-
     operator.training = type("Watched", (), {"forward": training.forward, "backward": backward})
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     parallel.register_comm_hook(None, lambda _, bucket: send(bucket))

@@ -120,7 +120,6 @@ def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, bias: bool, taken
     def gradients(layer: Any, x: Any) -> Any:
         with torch.enable_grad():
             return torch.autograd.grad(flat(layer(x))[0].sum(), [*layer.parameters()])
-
     with torch.device("meta"):
         agree(often(ours, x), wanted)
     torch.set_default_dtype(torch.float64)

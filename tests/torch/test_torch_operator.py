@@ -47,7 +47,6 @@ def test_a_traced_graph_computes_with_its_inputs(name: str, how: str):
     theirs, ours, x = case(name, bidirectional=True)
     def call(x: Any) -> Any:
         return ours(2 * x)
-
     with torch.no_grad():
         if how == "functionalize":
             agree(functionalize(call)(x), theirs(2 * double(x)))
@@ -289,7 +288,6 @@ def test_a_layer_of_modules_refuses_what_it_cannot_see(kind: str):
     layer, x = module.bind(weights), torch.randn(T, B, I)
     def call(x: Any) -> Any:
         return layer(x)[0]
-
     with pytest.raises(ArgumentError, match=r"^x="), torch.no_grad():
         if kind in ("make_fx", "pre-dispatch"):
             make_fx(call, pre_dispatch=kind == "pre-dispatch")(x)

@@ -248,7 +248,6 @@ def test_hooks_and_parametrizations():
 def test_buffers_and_frozen_parameters_do_not_train(one_thread: None):
     def step(m, x, h):
         return torch.lerp(torch.tanh(x + F.linear(h, m.lin.weight * m.mask, m.lin.bias)), h, m.tau) * (1 - m.leak)
-
     module = Module(step)
     module.register_buffer("mask", (torch.rand(H, H) > 0.5).float())
     module.register_buffer("tau", torch.rand(H))

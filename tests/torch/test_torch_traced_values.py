@@ -80,7 +80,6 @@ def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: Non
     def make() -> nn.Module:
         torch.manual_seed(0)
         return kind(I, H)
-
     drawn = Drawn(make(), options, CAPTURED, I, H, count, name in ("LSTMCell", "norms"), [name], make)
     by_numpy(drawn, cell_of(drawn), 1e-6)  # constants of a step are float32
     as_a_layer(drawn, cell_of(drawn))

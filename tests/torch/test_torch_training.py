@@ -38,7 +38,6 @@ def test_saved_tensors_may_be_away():
     def back(values: torch.Tensor) -> torch.Tensor:
         room = torch.empty(values.numel() * values.element_size() + 4, dtype=torch.uint8)
         return room[4:].view(values.dtype).view(values.shape).copy_(values)
-
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), back):
         y, _ = ours(x)
     assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], wanted)
@@ -83,7 +82,6 @@ def test_transforms():
     def exact(x: Any) -> dict[str, torch.Tensor]:
         wanted = {name: w.detach().requires_grad_() for name, w in theirs.named_parameters()}
         return dict(zip(wanted, torch.autograd.grad(loss(theirs, wanted, x.double()), [*wanted.values()]), strict=True))
-
     each, one = [exact(x) for x in xs], grad(lambda w: loss(ours, w, xs[0]))(weights)
     samples = vmap(grad(lambda w, x: loss(ours, w, x)), in_dims=(None, 0))(weights, xs)
     added = grad(lambda w: vmap(lambda x: loss(ours, w, x))(xs).sum())(weights)

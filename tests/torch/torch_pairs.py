@@ -43,7 +43,6 @@ def of_both(limit: float = BACKWARD, **options: Any) -> Callable[[Any], Any]:
         def test(name: str, **given: Any) -> None:
             theirs, ours, x = training_case(name, **options)
             close(function(ours, x, **given), function(theirs, x.double(), **given), limit)
-
         functools.update_wrapper(test, function)
         names = ["name", *[*inspect.signature(function).parameters][2:]]
         test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])

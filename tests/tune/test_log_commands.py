@@ -54,7 +54,6 @@ logs = st.lists(records, max_size=8)
 def test_merging_is_commutative_associative_and_idempotent(a, b, c):
     def union(*parts):
         return merge(line for part in parts for line in lines(part)).records
-
     assert union(a, b) == union(b, a) and union(union(a, b), c) == union(a, union(b, c))
     assert union(union(a, b), b) == union(a, b) and union(union(a)) == union(a)
 
@@ -221,7 +220,6 @@ def test_the_best_is_what_look_up_chooses(tmp_path):
     def final(index: int, config: dict, us: float, hour: int) -> Trial:
         return trial(index=index, stage="final", revision=persistent.revision, config=config, check=1e-4,
                      times=Times.of([us]), time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)
-
     for first in (default, lacking):
         log = Log(lines([final(0, first, 1.0, 10), final(1, default, 3.0, 12), final(2, other, 2.0, 11)]))
         (best,) = best_lines(log, revisions())
@@ -246,7 +244,6 @@ def test_prune_keeps_the_fastest_and_runs_under_way(path, tmp_path):
 def test_prune_keeps_a_finished_run_that_goes_on(path):
     def trials(first: int, last: int, time: str = DAY) -> list[Trial]:
         return [trial(index=i, times=Times.of([1.0 + i]), config={"k": i}, time=time) for i in range(first, last)]
-
     append(path, start(), *trials(0, 4), structs.replace(finish(), trials=4))
     whole = path.read_bytes()
     append(path, *trials(4, 7))  # in the same second

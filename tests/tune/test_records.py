@@ -424,7 +424,6 @@ def test_what_ships_is_whole():
 def test_lines_of_other_sizes_are_passed_over(hidden: int):
     def trials(log: Log) -> list[tuple[str, Trial]]:
         return [(line.place, line.record) for line in filter(is_trial, log.lines)]
-
     log = read_all([shipped_folder()], hidden)
     assert trials(log) == [one for one in trials(read_all([shipped_folder()])) if one[1].workload.hidden == hidden]
     rows = [row % hidden for row in (b'{"hidden": %d, "nobody": 1}', b'{"hidden"\t:%d0}', b'{"hid": %d}', b"junk %d")]

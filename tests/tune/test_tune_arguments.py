@@ -157,7 +157,6 @@ def test_records_of_equal_machines_are_rivals():
     def lines(*devices: Device) -> list[Line]:
         return [Line(Path("a.jsonl"), n, trial(index=n, device=device, config={"k": n}, times=Times.of([1.0 + n])))
                 for n, device in enumerate(devices)]
-
     for among in (best_lines(Log(lines(BEFORE, AFTER)), {}), worth_keeping(lines(BEFORE, AFTER), {}, 1)):
         assert [line.record.config for line in among] == [{"k": 0}]
     assert len(best_lines(Log(lines(BEFORE, *OTHERS)), {})) == 1 + len(OTHERS)

@@ -109,7 +109,6 @@ def test_the_nearest_input_size_counts_after_the_batch_and_is_said():
     def of(us: float, a: int, input: int, batch: int = 4) -> Trial:
         one = trial(us, a=a, batch=batch)
         return msgspec.structs.replace(one, workload=msgspec.structs.replace(one.workload, input=input))
-
     own = TASK.workload.input
     assert found(of(1.0, 1, 2 * own), of(9.0, 2, own)).config["a"] == 2
     assert found(of(1.0, 1, 4 * own), of(9.0, 2, 2 * own)).config["a"] == 2

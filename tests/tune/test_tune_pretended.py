@@ -216,7 +216,6 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
         given = defaults(pool, asked)
         def spaced() -> ConfigSpace:
             return ConfigSpace(make_task(cell, WORK, H100), [all_schedules()[c.schedule] for c in given], given)
-
         parts = scan_parts(pool, asked, spaced())
         with searching(pool, cell, spaced(), asked, parts, run) as there, \
                 searching(pool, cell, spaced(), asked, parts, run) as here:

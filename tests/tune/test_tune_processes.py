@@ -143,7 +143,6 @@ def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle
     def slow(path: Path) -> None:
         ready.wait()
         path.write_bytes(b"")
-
     with Pool(ENTRIES, 2, quiet=False) as pool, evaluating(pool, limit=LIMIT, oracle=slow) as late, \
             evaluating(pool, 9, LIMIT) as other:
         late.submit([candidate("ok")], None)
@@ -199,7 +198,6 @@ def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     def littered(count: int) -> None:
         until(lambda: len(list(tmp_path.glob("ecornn-tune-*/ecornn-*/x"))) == count)
-
     with Pool(ENTRIES, 2) as pool:
         first, second = pool.builders
         first.wake()
@@ -215,7 +213,6 @@ def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch)
 def test_the_files_of_a_run_that_was_killed_are_removed_by_a_later_one(tmp_path, monkeypatch):
     def old(folder: Path) -> None:
         os.utime(folder, (time.time() - 2 * YOUNG,) * 2)
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", "import os; from ecornn.tune.pool import Scratch; "
                              "s = Scratch(); print(s.name, flush=True); os.kill(os.getpid(), 9)"],

@@ -136,7 +136,6 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
                str(output), "--tracker", str(tracker), "--key", tracker.key]
     def trials() -> list:
         return [t for t in read(output).trials() if t.stage == "search"] if output.exists() else []
-
     with servers(tracker, 2) as running:
         first = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         until(lambda: len({t.run for t in trials()}) >= 2)  # at once, a server each
@@ -249,7 +248,6 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
         def quietly(connection: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 STRANGE[kind](connection, here)
-
         threading.Thread(target=serve, daemon=True).start()
         wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}' is not allowed"
         refused(DeviceError, wanted, here.describe, "cpu")

@@ -395,7 +395,6 @@ class Simulated:
 
         def synchronize() -> None:
             self.host = max(self.host, event.at)
-
         event.record, event.synchronize = record, synchronize
         event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
         return event
@@ -410,6 +409,5 @@ def test_a_gpu_is_timed_alone_whatever_the_host_takes(monkeypatch, asking, secon
     def run() -> None:
         for _ in range(launches):
             torch.work(asking, seconds)
-
     alone = launches * seconds
     assert event_clock(run) == pytest.approx(alone, abs=1.01 * asking if seconds > asking else 1e-9)

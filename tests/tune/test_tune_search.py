@@ -168,7 +168,6 @@ def test_some_of_what_is_drawn_before_the_model_is_near_a_default():
     def changed(one: Candidate) -> int:
         default = next(d for d in space.defaults() if d.schedule == one.schedule)
         return sum(a != b for a, b in zip(one.knobs, default.knobs, strict=True))
-
     asked = Search(space, CostModel(), 0).ask(23)
     assert asked[:3] == space.defaults() and len(set(asked)) == 23
     close = [c for c in asked[3:] if changed(c) <= 3]

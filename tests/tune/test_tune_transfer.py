@@ -113,7 +113,6 @@ def test_other_cells_teach_where_slow_configurations_were_measured_too():
     known = [(c.config, cost(c.config)) for c in space.sample(random.Random(0), 3 * BROAD)]
     def log(workload: Workload, count: int) -> Log:
         return log_of(*(trial(us, config=config, workload=workload, run="other-1") for config, us in known[:count]))
-
     gru, half = Workload("gru", 8, 8, 4, 10), Workload("lstm", 8, 8, 4, 10, "float16")
     for workload, count, expected in ((gru, 2 * BROAD, BROAD), (half, BROAD, BROAD), (gru, BROAD - 1, 0),
                                       (Workload("mine@0123456789ab", 8, 8, 4, 10), 2 * BROAD, 0)):
@@ -132,7 +131,6 @@ def test_the_nearest_workloads_lend_their_fastest():
                  trial(2.0, a=7, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)), trial(0.1, a=0, batch=8))
     def values(log: Log) -> list[int]:
         return [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)]
-
     assert values(log) == [1, 0, 2, 4, 3]  # 99, which does not fit, was the best of its layer; 5 was slower by 1.19
     without = Log([line for line in log.lines if line.record.config["a"] != 99])
     assert values(without) == [1, 0, 4, 2, 3]
@@ -143,7 +141,6 @@ def test_twins_are_near_and_other_layers_are_not():
     here = Workload("rnn_tanh", 64, 64, 8, 10, "float16")
     def far(**change: object) -> float:
         return distance(msgspec.structs.replace(here, **change), here)
-
     assert 0 == far() == far(seq=99) < far(dtype="bfloat16") == far(cell="rnn_relu") < far(batch=16)
     assert far(batch=16) < far(hidden=128, input=128)
     assert all(far(**change) == float("inf") for change in (
@@ -227,7 +224,6 @@ def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects(
     young = Young(name="young")
     def chosen(*trials: Trial):
         return find(TASK, [SCHEDULE, young], log_of(*trials))
-
     result = chosen(trial(4.9, a=2))
     assert result.schedule is young and result.config == young.default(TASK)
     assert "faster than fake, of which record log.jsonl:1 of 2026-01-31T12:00:00Z says 5.047" in result.provenance
