@@ -1,8 +1,6 @@
 """What all tests share: tests marked ``gpu`` are skipped, with the reason, where there is no GPU; a build cache
 that is empty at first; and another CPU to take this one for, where ECORNN_TEST_CPU names it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -103,8 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
-    """PyTorch's default for cuDNN's RNNs is TF32, which ecornn.torch follows: tests on a GPU have exact products,
-    unless they say otherwise."""
+    """PyTorch's default for cuDNN's RNNs is TF32: tests on a GPU have exact products, unless they say otherwise."""
     torch = sys.modules.get("torch")
     if torch is None or request.node.get_closest_marker("gpu") is None:
         yield
@@ -121,7 +118,6 @@ def start() -> Iterator[Start]:
     """Starts processes, as ``subprocess.Popen``, to which signals do what they do by default, also where the suite is
     started with some of them ignored, as by ``nohup``. With the test they end, and all that they started."""
     mark, made = f"ECORNN_TEST_STARTED_{secrets.token_hex(8)}", list["subprocess.Popen[Any]"]()
-
     def popen(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
         options["env"] = {**(options.get("env") or os.environ), mark: "1"}
         ignored = [s for s in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_IGN]
@@ -159,7 +155,6 @@ def short_if_endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is around a CPU's layer, whatever its tiles; cpu/test_cpu.py and others have all sizes."""
     from small_tiles import take_small_tiles
 
     take_small_tiles(monkeypatch.setattr)
@@ -167,19 +162,16 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def same_as_file(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Holds a text against a file beside the test's own; with ``--renew`` the file becomes what the text is."""
     def hold(name: str, text: str) -> None:
         file = request.path.with_name(name)
         if request.config.getoption("--renew"):
             file.write_text(text)
         assert text == file.read_text()
-
     return hold
 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a libcuda.so.1 that takes notes."""
     folder = tmp_path_factory.mktemp("driver")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler, "these tests need a C compiler"

@@ -8,8 +8,6 @@ the code itself defines replaced by its number, so that naming variables anew do
 code that is generated to launch them. ``interface``: buffers, packings, entries and the order of calls.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -49,14 +47,11 @@ DEVICES = {
     "skylake-avx512": Device("llvm", "skylake-avx512", "AVX-512", cores=2, l2=1 << 20, features=AVX512),
     "znver4": Device("llvm", "znver4", "AVX-512, adders apart", cores=2, l2=1 << 20, features=AVX512),
     "icelake-server": Device("llvm", "icelake-server", "VNNI", cores=4, l2=1 << 20, features=(*AVX512, VNNI)),
-    "neoverse-v1": Device("llvm", "neoverse-v1", "NEON", cores=4, l2=1 << 20, features=("dotprod", "fullfp16", "neon")),
-}
+    "neoverse-v1": Device("llvm", "neoverse-v1", "NEON", cores=4, l2=1 << 20, features=("dotprod", "fullfp16", "neon"))}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What is compiled; ``schedule`` None: the one that is expected to be fastest."""
-
     cell: str
     device: str = "sm_90a"
     dtype: str = "bfloat16"
@@ -70,9 +65,8 @@ class Layer:
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
         parts = [self.cell, self.device, self.dtype, sizes, self.schedule or "", str(self.stack),
-                 f"keep={self.stack.keep}" if self.stack.keep else "",
-                 self.overlap if self.overlap != "none" else "", f"{self.weights} weights" if self.weights else "",
-                 " ".join(f"{k}={v}" for k, v in self.config)]
+                 f"keep={self.stack.keep}" if self.stack.keep else "", self.overlap if self.overlap != "none" else "",
+                 f"{self.weights} weights" if self.weights else "", " ".join(f"{k}={v}" for k, v in self.config)]
         return ", ".join(filter(None, parts))
 
 
@@ -92,7 +86,6 @@ OPTIONS = ("lstm(peepholes)", "lstm(coupled)", "lstm(layer_norm)", "lstm(clip=3)
 
 
 def layers() -> Iterator[Layer]:
-    """The layers, each different from the others."""
     for cell in BUILTIN:
         products = () if cell == "indrnn" else ("persistent", "layout_transform")
         for schedule in (*products, "elementwise" if cell == "indrnn" else "fused_step"):
@@ -168,7 +161,6 @@ def layers() -> Iterator[Layer]:
 
 
 def trained() -> Iterator[Layer]:
-    """Layers that train."""
     for keep in ("states", "gates"):
         for cell in ("lstm", "gru", "rnn_tanh", "slstm", "lstm(layer_norm)"):
             yield Layer(cell, stack=Stack(keep=keep), sizes=(50, 16, 72, 264))
@@ -184,21 +176,17 @@ def trained() -> Iterator[Layer]:
 
 
 def cell_of(layer: Layer) -> Cell:
-    """The layer's cell: of the tests, or built in."""
     return CPU_CELLS.get(layer.cell) or ALL_CELLS.get(layer.cell) or get(layer.cell)
 
 
 def program_of(layer: Layer) -> Program:
-    """The program, of configurations that no record has a say in."""
     T, B, I, H = layer.sizes
     dtype, precision = ("float32", "tf32") if layer.dtype == "tf32" else (layer.dtype, None)
     cell, device = cell_of(layer), DEVICES[layer.device]
     whole = Workload(layer.cell, H, I, B, T, dtype, layer.weights, precision)
-
     def chosen(task: Any) -> Any:
         schedule = layer.schedule or serving_or_raise(task)[0].name
         return choose(task, schedule, dict(layer.config), Log([]))
-
     made = arrange(cell, layer.stack, whole, device, layer.overlap, chosen,
                    lambda task: serving_or_raise(task, layer.schedule)[0].expected(task))
     programs: dict[Any, Program] = {}
@@ -206,12 +194,10 @@ def program_of(layer: Layer) -> Program:
         if (task.workload, task.traversal) not in programs:
             programs[task.workload, task.traversal] = make_program(found.schedule, task, found.config,
                                                                    backward_of(task), made.overlap)
-    parts = [programs[task.workload, task.traversal] for task in made.tasks]
-    return compose(layer.stack, whole, parts, made.overlap)
+    return compose(layer.stack, whole, [programs[task.workload, task.traversal] for task in made.tasks], made.overlap)
 
 
 def backward_of(task: Task) -> tuple[Schedule, Config] | None:
-    """The schedule of a task's backward pass, with its default, if that is a choice of its own."""
     if not tunes_backward(task):
         return None
     inner = adjoint_task(task)
@@ -228,7 +214,6 @@ def code_of(program: Program, device: Device) -> tuple[str, str]:
 
 
 def interface_of(program: Program) -> str:
-    """Buffers with their packings, and entries, as text."""
     entries = repr(program.entries)
     for later in (", wanted=()", ", early=False"):  # fields that launches have had since then
         entries = entries.replace(later, "")
@@ -240,17 +225,14 @@ TOKEN = re.compile(r'"[^"\n]*"|//.*|^[}@]|(?<![\w.])[A-Za-z_]\w*', re.MULTILINE)
 
 
 def structure_of(code: str) -> str:
-    """``code`` with names replaced by numbers in the order of their first appearance in a function, but for those of
-    types, of members and of functions that it calls, and for strings and comments."""
+    """``code`` with the names that a function defines replaced by their numbers."""
     words = re.sub(r'"[^"\n]*"|//.*', "", code)
     called = set(re.findall(r"([A-Za-z_]\w+)(?:\(|<(?! ))", words)) | set(re.findall(r"(\w+)\s+\w+\s*[=;,)]", words))
     numbers: dict[str, str] = {}
-
     def token(m: re.Match[str]) -> str:
         if m[0] in "}@":
             numbers.clear()
         return m[0] if m[0][0] in '"/}@' or m[0] in called else numbers.setdefault(m[0], f"#{len(numbers)}")
-
     return TOKEN.sub(token, code)
 
 
@@ -259,7 +241,6 @@ def digest(text: str) -> str:
 
 
 def digests_of(layer: Layer) -> dict[str, str]:
-    """Kind of digest -> digest."""
     program = program_of(layer)
     cuda._latest.clear()  # or an equal kernel of another layer would lend its names
     code, host = code_of(program, DEVICES[layer.device])
@@ -269,7 +250,6 @@ def digests_of(layer: Layer) -> dict[str, str]:
 
 @cache
 def kept() -> dict[str, dict[str, str]]:
-    """The digests in the file, by layer."""
     found: dict[str, dict[str, str]] = json.loads(FILE.read_text())
     return found
 

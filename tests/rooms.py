@@ -1,5 +1,4 @@
-"""The folders of tests. Their modules are importable by their names once this is imported: by conftest.py, and by the
-programs beside it, which run without pytest."""
+"""The folders of tests, whose modules are importable by their names once this is imported."""
 
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ Modules are compiled first; each check is a process of its own that loads one, r
 float64. Exits with 1 where anything is reported, wrong or missing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -29,7 +27,6 @@ SECONDS = 300
 
 
 def cell_of(name: str) -> Any:
-    """A cell by its name, also of those that only tests have."""
     import exact
     import other_cells
     import smaller_matrices
@@ -44,7 +41,6 @@ def cell_of(name: str) -> Any:
 
 
 def build(name: str, folder: str) -> None:
-    """Compiles a case into ``folder``. Where that fails, its runs find no file and say so."""
     from msgspec.structs import replace
 
     import ecornn
@@ -59,14 +55,12 @@ def build(name: str, folder: str) -> None:
 
 
 def file_of(name: str, folder: str) -> str:
-    """A case's module file."""
     return str(Path(folder, name.replace(" ", "_") + ".so"))
 
 
 def once(name: str, folder: str) -> tuple[float, float]:
-    """Runs a compiled case; the relative error of y, and what it may be."""
     import torch
-    from limits import relative
+    from exact import relative
 
     import ecornn
 
@@ -95,9 +89,7 @@ def once(name: str, folder: str) -> tuple[float, float]:
 
 
 def wanted_of(layer: Any, x: Any, weights: dict[str, Any], masks: dict[str, Any]) -> Any:
-    """What ``layer`` computes from states of zeros, and how near to it y must be."""
-    from exact import of_stack
-    from limits import Wanted
+    from exact import Wanted, of_stack
 
     work, stack = layer.manifest.workload, layer.manifest.stack
     name = work.cell.partition("@")[0]  # of a cell that only tests have
@@ -108,7 +100,6 @@ def wanted_of(layer: Any, x: Any, weights: dict[str, Any], masks: dict[str, Any]
 
 
 def weights_of(of: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-    """Random weights of a case, by the names that ``bind`` takes."""
     from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights
 
     (_, _, I, H), stack = of["sizes"], of["stack"]
@@ -119,9 +110,8 @@ def weights_of(of: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 
 def laid(layer: Any, rng: np.random.Generator, kind: Any, weights: Any) -> tuple[float, float]:
-    """The same for more than twice as many sequences as there are columns; some wrap around."""
     import torch
-    from limits import relative
+    from exact import relative
 
     import ecornn
 
@@ -142,15 +132,12 @@ GRADIENTS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** 
 
 
 def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any, weights: Any) -> tuple[float, float]:
-    """The largest error of a gradient, and what it may be."""
     import torch
-    from limits import relative
+    from exact import relative
 
     (T, B, I, H), stack = of["sizes"], layer.manifest.stack
-
     def drawn(*shape: int) -> Any:
         return torch.tensor(rng.standard_normal(shape)).to(kind)
-
     x, dy = drawn(T, B, I), drawn(T, B, H * stack.directions)
     shape = (B, H) if stack.count == 1 else (stack.count, B, H)
     states, dstates = ([drawn(*shape) for _ in layer.manifest.states] for _ in range(2))
@@ -172,8 +159,7 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
 
 def gradients_of(name: str, x: Any, weights: dict[str, Any], states: list[Any], dy: Any, dstates: list[Any],
                  masks: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """Those of x, weights by ``bind``'s names and first states, in float64. Of cells without a formula in NumPy it is
-    the adjoint that is compiled: tests have their numbers, and here an error would be of a kernel."""
+    """Of x, weights and first states, in float64; of cells without a formula in NumPy by the adjoint."""
     import ecornn
     from ecornn.analysis import analyse
     from ecornn.analysis.adjoint import adjoint
@@ -189,7 +175,6 @@ def gradients_of(name: str, x: Any, weights: dict[str, Any], states: list[Any], 
 
 
 def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
-    """Whether a case is clean, and what there is to say."""
     command = ["compute-sanitizer", *TOOLS[tool], sys.executable, __file__, "--once", name, "--folder", folder]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -203,7 +188,6 @@ def checked(name: str, tool: str, folder: str) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="also write the report there")
     cores = len(os.sched_getaffinity(0))

@@ -1,7 +1,4 @@
-"""The programs of the benchmarks as they run, with what they run, or times, made up: make bench, of programs, of packed
-sequences and columns, on CPUs, of services under load, on several GPUs; and of calls that go on for hours."""
-
-from __future__ import annotations
+"""The programs of the benchmarks as they run, with what they run, or times, made up; and calls that go on for hours."""
 
 import argparse
 import json
@@ -44,7 +41,6 @@ SMALL = [Layer(name=f"{cell} 3x2x8x8 float32", case=Case(cell=cell, input=8, **C
 
 
 def made_by(folder: Path, program: str, *arguments: str) -> Any:
-    """Runs a program of the benchmarks and returns the results that it writes."""
     output = folder / "output.json"
     done = subprocess.run([sys.executable, ROOT / "benchmarks" / program, *arguments, "--output", output], text=True,
                           capture_output=True)
@@ -54,11 +50,9 @@ def made_by(folder: Path, program: str, *arguments: str) -> Any:
 
 def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-
     def clock(run: Callable[[], object]) -> float:
         now[0] += 1
         return now[0]
-
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for most, seconds, count in ((30, 25.0, 13), (30, 0.0, FEWEST), (5, 1e9, 5)):
         times = take_turns(dict.fromkeys("ab", lambda: None), lambda: None, most, seconds, clock)
@@ -66,9 +60,7 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`make bench` on a GPU, with programs that only write what they were asked for."""
     calls = []
-
     def fake(*arguments: object) -> bool:
         words = [*map(str, arguments)]
         calls.append(words)
@@ -108,7 +100,6 @@ def test_which_command_makes_which_file(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.exhaustive
 def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Real compilations, for the CPU, in new processes without the cache; the same command goes on."""
     monkeypatch.setenv("ECORNN_CACHE", "on")
     path = tmp_path / "times.jsonl"
     monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path)])
@@ -131,13 +122,11 @@ def test_every_module_of_the_grid_is_compiled_once():
 @pytest.mark.parametrize("name", compare_programs.PROGRAMS)
 def test_every_program_runs(name: str):
     calls = [*compare_programs.PROGRAMS[name]("cpu")][1:]
-    assert len(calls) >= 30
-    assert all(math.isfinite(float(call().detach())) for call in calls[:2])
+    assert len(calls) >= 30 and all(math.isfinite(float(call().detach())) for call in calls[:2])
 
 
 def test_rows_are_of_the_first_calls_the_longest_one_and_all_together(monkeypatch: pytest.MonkeyPatch):
     seconds = {"torch": [1.0] * 8, "cold": [3.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5], "warm": [0.5] * 8}
-
     def child(function: Any, name: str, device: str, side: str, cache: str) -> Any:
         assert (function, name, device) == (compare_programs.run, "policy", "cpu") and Path(cache).is_dir()
         part = {"seconds": seconds[side], "results": [1.0, 2.0, *[3.0] * 6]}
@@ -156,7 +145,6 @@ def test_rows_are_of_the_first_calls_the_longest_one_and_all_together(monkeypatc
 def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
     """pytorch#149194 at a small size on this CPU, and its row; times are made up, since events are a GPU's."""
     calls: list[str] = []
-
     def timed(sides: dict[str, Any], _: Any, repeats: int, steps: int, clock: Any) -> dict[str, float]:
         for name, call in sides.items():
             y = call()
@@ -203,7 +191,6 @@ def test_cases_of_columns():
 
 
 def test_a_row_of_training_in_columns():
-    """The median of its draws."""
     sides = [f"{side}{part}_us" for side in compare_packed.TRAINED for part in ("", "_step")]
     draws = [{name: seed + 1.0 for name in (*sides, "cudnn_step_us", "share", "step_share")} | {"error": 1e-4}
              for seed in range(3)]
@@ -219,7 +206,6 @@ LOOP = "\n".join([
 
 
 def test_loops_are_counted():
-    """Negated multiply-adds are multiply-adds, as in loops of pairs."""
     (found,) = loops(LOOP)
     assert found == {"instructions": 19, "fma": 10, "additions": 5, "vector_arithmetic": 15, "broadcasts": 1,
                      "loads": 1, "spills": 1}
@@ -228,7 +214,6 @@ def test_loops_are_counted():
 
 
 def test_the_drop_in_in_programs():
-    """Both sides are called, in turns and in threads; a row has percentiles of the calls and of the operations."""
     assert len(cpu_in_programs.suite_of("latency")) == 20 and len(cpu_in_programs.suite_of("grid")) == 24
     torch.manual_seed(0)
     with torch.no_grad():
@@ -253,8 +238,7 @@ def test_a_row_of_two_services(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving.SERVING, "check", lambda found, hidden, input: None)
     sizes = argparse.Namespace(turns=3, input=1, hidden=2, batch=3, seconds=1.0)
     row = serving.row_of(3, {"ecornn": "ecornn", "torch": "torch"}, sizes)
-    assert row["ratio"] == 1.5 and row["sessions"] == 3
-    assert row["ecornn"]["rate"] == 150 and row["torch"]["rate"] == 100
+    assert row["ratio"] == 1.5 and row["sessions"] == 3 and row["ecornn"]["rate"] == 150 and row["torch"]["rate"] == 100
     assert row["torch"]["p50_ms"] == 30 and np.isclose(row["torch"]["p99_ms"], 60)
 
 
@@ -395,7 +379,6 @@ def measured(process: float = 600.0, given: float = 150.0, pieces: int = 16) -> 
 
 
 def test_memory_that_grows_is_a_fault():
-    """In use, or of the process where all threads share a heap; and no workspaces more than there are threads."""
     flat = [measured()] * 20
     assert not soak.not_flat(flat, 4, 16, True)
     more = [measured(process=600 + n) for n in range(20)]

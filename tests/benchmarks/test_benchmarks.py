@@ -1,7 +1,4 @@
-"""Tests of all that benchmarks compute without a GPU: rows, floors, files of results, tables; and of grids in TOML: the
-layers that they name, sides of ours, and runs that go on where they were stopped."""
-
-from __future__ import annotations
+"""All that benchmarks compute without a GPU: rows, floors, files of results, tables; grids in TOML and their runs."""
 
 import json
 import math
@@ -47,7 +44,6 @@ def layers() -> list[Layer]:
 
 
 def result(layer: Layer, us: float, ratio: float) -> Row:
-    """A measurement, as `ecornn bench` has it."""
     work = layer.case.layer().workload
     times = {side: Times(us * f, us * f - 0.01, us * f + 0.01, us * f, us * f, us * f, 9)
              for side, f in (("ecornn", 1.0), (layer.against[0], ratio))}
@@ -79,18 +75,14 @@ def test_the_grid():
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in GRIDS])
 def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each layer can be asked for, as can each side of ours that is another cell; whom it is compared with is known."""
     monkeypatch.chdir(ROOT)
-    grid = read_grid(path)
-    for one in grid.expanded(path.name):
-        spec = one.case.layer()
-        assert spec.training == one.case.training and one.against is not None
+    for one in read_grid(path).expanded(path.name):
+        assert one.case.layer().training == one.case.training and one.against is not None
         for own in one.own.values():
             assert own.case(one.case).layer().hidden == one.case.hidden
 
 
 def test_who_rounds_to_tf32():
-    """Ours rounds in rows of TF32 on both sides alone; cuDNN may in those of TF32, too."""
     found = {one.name.split()[-1]: one for one in layers() if one.name.startswith("lstm 1024x16")}
     assert [(found[d].case.dtype, found[d].case.precision, found[d].against) for d in (
         "float32", "tf32", "tf32-both")] == [("float32", None, ("cudnn",)), ("float32", None, ("cudnn-tf32",)),
@@ -100,7 +92,6 @@ def test_who_rounds_to_tf32():
 
 
 def test_sides_of_ours_are_compiled_otherwise():
-    """Knobs that are changed, those of another cell, and what is chosen without records."""
     case = Case(cell="lstm", hidden=64, batch=4, seq=20, dtype="float16", target="sm_90a")
     plain = Own(schedule="layout_transform").planned(case).found
     turned = Own(schedule="layout_transform", config={"layout": "hidden"}).planned(case).found
@@ -115,18 +106,15 @@ def test_sides_of_ours_are_compiled_otherwise():
 def test_a_floor_by_hand():
     """LSTM H=256 B=1 float16: 16 blocks of one cluster, one trip of 0.149 us, weights of 512 KB in registers."""
     found = floors.floor(floors.H100, "lstm", 1, 256, 256, "float16")
-    assert (found.groups, found.blocks) == (1, 16)
-    assert found.exchange == pytest.approx(0.149 + 256 * 2 / 212e3)
+    assert (found.groups, found.blocks) == (1, 16) and found.exchange == pytest.approx(0.149 + 256 * 2 / 212e3)
     # 4 gates of 256x256, multiplied and added, with 8 columns of which one is used
     assert found.recurrent == pytest.approx(2 * 4 * 256 * 256 * 8 / (5917e3 * 16))
     assert found.projection == pytest.approx(2 * 4 * 256 * 256 / (5917e3 * 132))
-    assert found.bytes == pytest.approx(2 * 256 * 2 / 3.0e6)
-    assert found.total == pytest.approx(0.1967, abs=1e-4)
+    assert found.bytes == pytest.approx(2 * 256 * 2 / 3.0e6) and found.total == pytest.approx(0.1967, abs=1e-4)
 
 
 def test_blocks_and_clusters():
-    """One block exchanges between its warps. Few clusters are on the chip at once: of 64 rows thirteen of 8, not eight
-    of 16. No group of 17 to 31 blocks is faster than one of 32."""
+    """Few clusters are on the chip at once: of 64 rows thirteen of 8, not eight of 16."""
     found = floors.floor(floors.H100, "lstm", 1, 64, 64, "float16")
     assert (found.blocks, found.exchange) == (1, 0.026)
     found = floors.floor(floors.H100, "lstm", 64, 256, 256, "float16")
@@ -135,7 +123,6 @@ def test_blocks_and_clusters():
 
 
 def test_floors_grow():
-    """With the batch, the size and the data type, all else equal."""
     for layer in layers():
         work = layer.case.layer().workload
         least = floors.floor(floors.H100, work.cell, work.batch, work.input, work.hidden, work.arithmetic).total
@@ -159,13 +146,11 @@ def test_no_floor_for_a_gpu_that_was_not_measured():
 
 
 def test_summary(results: Results):
-    rows = {row["name"]: row for row in results.rows}
-    slow = members("off")[0]
+    rows, slow = {row["name"]: row for row in results.rows}, members("off")[0]
     rows[slow] |= {"ecornn_us": 3.0, "ratio": 0.5}
     s = Summary(rows.values(), ENVIRONMENT["gpu"])
     both, half, brain, tf32, _, single = s.groups()
-    assert (half.mean, brain.mean, tf32.mean) == pytest.approx((4, 2, 2))
-    assert both.mean == pytest.approx(math.sqrt(8))
+    assert (half.mean, brain.mean, tf32.mean) == pytest.approx((4, 2, 2)) and both.mean == pytest.approx(math.sqrt(8))
     assert (len(both.rows), both.expected, len(single.rows), single.expected) == (70, 70, 5, 6)
     assert [r["name"] for r in s.failed] == [FAILED]
     pair = s.pairs()[0]
@@ -206,7 +191,6 @@ def test_float64_forward_is_the_reference():
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_slstm_beside_flashrnn(heads: int):
-    """What FlashRNN is given, in its layouts, and what is expected of it, against `ecornn.reference`."""
     cell, steps, batch, hidden = f"slstm(heads={heads})" if heads > 1 else "slstm", 5, 2, 6
     gates, weight = torch.randn(steps, batch, 4 * hidden), torch.randn(4 * hidden, hidden // heads)
     weights = {"weight_ih_l0": torch.eye(4 * hidden), "weight_hh_l0": weight, "bias_ih_l0": torch.zeros(4 * hidden)}
@@ -249,12 +233,10 @@ def test_what_a_log_is_worth_elsewhere():
     rows, unknown = worth({here: {a: 1.0, b: 2.0}, other: {c: 1.0}}, {here: {a: 3.0, b: 2.0, c: 4.0}, other: {a: 1.0}})
     assert unknown == 1  # nobody timed c there
     (row,) = rows
-    assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5)
-    assert losses(rows)["worst_loss"] == 1.5
+    assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5) and losses(rows)["worst_loss"] == 1.5
 
 
 def test_compile_time_reads_nvccs_own_report(tmp_path: Path):
-    """Of two sources the one that took longest; lines of other phases and the head are left out."""
     times = tmp_path / "t.csv"
     assert compile_times.slowest(times) == {}
     line = "{} , {} , in , out , compute_90a , nvcc , {} , ms\n"
@@ -374,7 +356,6 @@ def test_rows_of_another_device_go_to_another_file(tmp_path: Path):
 
 @pytest.mark.slow
 def test_layers_in_processes_of_their_own(tmp_path: Path):
-    """A layer that fails costs no other one anything."""
     text = SMALL.replace('"gru"', '"lstm(nothing)"').replace('"torch", "loop"', '"none"')
     found = json.loads(bench("--grid", str(grid_file(tmp_path, text)), "--jobs", "1", "--longest", "600", "--json",
                            code=1).stdout)["rows"]

@@ -1,7 +1,5 @@
 """Why rows are above their floors, and the projection alone: what of these benchmarks needs no GPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import why_above_floor
 from cuda_on_cpu import Emulated, inputs
-from limits import limit, relative
+from exact import limit, relative
 from measured_rows import Summary, of_bench, read
 from msgspec import structs, to_builtins
 from rooms import ROOT
@@ -33,14 +31,12 @@ H100 = KNOWN["sm_90a"]
 
 
 def row_of(cell: str, dtype: str, schedule: str, config: dict, size: tuple[int, ...] = (20, 4, 256, 256)) -> dict:
-    """A row of the grid."""
     return dict(zip("TBIH", size, strict=True)) | {
         "name": f"{cell} {'x'.join(map(str, size))} {dtype}", "cell": cell, "dtype": dtype, "schedule": schedule,
         "config": config}
 
 
 def test_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Stages of real kernels, on this CPU, add up."""
     monkeypatch.setattr(turns, "foreign", lambda: 0.0)
     monkeypatch.setattr(turns, "settle", lambda: None)
     layer = why_above_floor.layer_of(row_of("lstm", "float32", "cpu_sequence", {}, (5, 3, 8, 8)))
@@ -77,8 +73,7 @@ def test_stages_by_hand():
 def test_reasons_by_hand(stages: dict, found: list[str], words: str):
     row = {"cell": "lstm", "T": 256, "B": 1, "I": 256, "H": 256, "dtype": "float16", "stages": stages, "whole_us": 9.0,
            "waits": 1, "configs": {"whole": {"schedule": "persistent", "groups": 1, "units": 16, "registers": 100}}}
-    assert why_above_floor.reasons(row, floors.H100) == found
-    assert words in why_above_floor.in_words(row, floors.H100)
+    assert why_above_floor.reasons(row, floors.H100) == found and words in why_above_floor.in_words(row, floors.H100)
     least = floors.floor(floors.H100, "lstm", 1, 256, 256, "float16").total
     if found == ["exchange"]:
         more = why_above_floor.in_words(row | {"waits": 4, "unmultiplied_us": 0.9}, floors.H100)
@@ -91,8 +86,7 @@ def test_reasons_by_hand(stages: dict, found: list[str], words: str):
 
 
 def test_the_grid_that_ships_has_reasons_to_find():
-    """Every row above 1.5 times its floor is a layer, and its persistent schedule leaves products out, where h comes
-    through L2: in a block, or a cluster, `persistent_block` has no side without."""
+    """`persistent` leaves products out where h comes through L2; `persistent_block` has no side without."""
     path = ROOT / "benchmarks" / "results" / "h100_grid.jsonl"
     found, rows = why_above_floor.layers_of(path), Summary(read(path).rows).high()
     assert [layer.name for layer in found] == [r["name"] for r in rows] and found
@@ -120,8 +114,7 @@ def test_stages_are_left_out_in_the_same_configuration(cell: str, dtype: str, sc
 
 
 def bare_forward(cell: Bare, x: np.ndarray, p: dict[str, np.ndarray], multiplied: bool = True) -> np.ndarray:
-    """The layer in float64; x (T, B, I) to y (T, B, H), initial state zero. Unless ``multiplied``, recurrent weights
-    count as zero."""
+    """y (T, B, H) in float64 of x (T, B, I), from zeros. Unless ``multiplied``, recurrent weights count as zero."""
     p = {k: v.astype(np.float64) for k, v in p.items()}
     hidden = p["weight_hh_l0"].shape[1]
     h = c = np.zeros((x.shape[1], hidden))
@@ -153,9 +146,7 @@ def test_parts_of_h_that_are_waited_for():
     ("persistent_wide", "bfloat16", {"registers": 50}),
     ("persistent_wide", "float16", {"groups": 1, "parts": 2, "row_teams": 2, "units": 64})])
 def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dict):
-    """No mma is left, the state is still waited for, and y is that of recurrent weights of zero."""
-    small = structs.replace(H100, cores=8)
-    cell = Bare(2, True, False)
+    small, cell = structs.replace(H100, cores=8), Bare(2, True, False)
     kwargs = {"hidden": 128, "input": 24, "batch": 9, "seq": 6, "dtype": dtype, "target": small}
     config = dict(plan(cell, schedule=schedule, **kwargs).found.config) | change
     planned = plan(cell, schedule=schedule, config=config, **kwargs)
@@ -170,23 +161,19 @@ def test_without_products(tmp_path: Path, schedule: str, dtype: str, change: dic
     y, _ = Emulated(made, tmp_path).run(x, {name: np.zeros_like(value) for name, value in states.items()}, parameters)
     weights = {f"{k}_l0": v.reshape(-1, *v.shape[2:]) for k, v in parameters.items()}
     expected = bare_forward(cell, x, weights, multiplied=False)
-    assert relative(y, expected) <= limit(dtype, expected)
-    assert relative(y, bare_forward(cell, x, weights)) > 0.01
+    assert relative(y, expected) <= limit(dtype, expected) and relative(y, bare_forward(cell, x, weights)) > 0.01
 
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("second", [True, False])
 def test_bare_cells(given: bool, second: bool):
-    """The cell's graph against the same formula in NumPy, over enough steps for the state to settle."""
-    cell = Bare(3, second, given)
-    rng = np.random.default_rng(0)
+    cell, rng = Bare(3, second, given), np.random.default_rng(0)
     weights = {cell.parameter_name(k): cell.sample(k, shape, rng).astype(np.float32).reshape(-1, *shape[2:])
                for k, shape in cell.parameters(6, 10).items()}
     x = np.random.default_rng(1).standard_normal((30, 2, 6)).astype(np.float32)
     y, _ = ecornn.compile(cell, hidden=10, input=6, batch=2, seq=30, target="cpu").bind(weights)(x)
     expected = bare_forward(cell, x, weights)
-    assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
-    assert 0.05 < np.abs(expected[-1]).mean() < 10
+    assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected) and 0.05 < np.abs(expected[-1]).mean() < 10
     assert load_cell(spec(cell)) == cell
 
 
@@ -198,8 +185,7 @@ def test_the_projection_is_timed_alone_and_whole(tmp_path: Path):
         compare_projection.of_calls([*found, ("gemm", 2.0)], {"gemm"}, 2)
     layer = next(one for one in compare_projection.layers() if one.name == "gru 300x20x800x800 float16")
     planned = compare_projection.WHOLE["hoisted"].planned(structs.replace(layer.case, target="sm_90a"))
-    assert planned.found.config["ahead"] == 100
-    assert all(one.case.batch >= 16 for one in compare_projection.layers())
+    assert planned.found.config["ahead"] == 100 and all(one.case.batch >= 16 for one in compare_projection.layers())
     with pytest.raises(ScheduleError):
         compare_projection.file_of(tmp_path)
     (tmp_path / "ecornn.so").touch()

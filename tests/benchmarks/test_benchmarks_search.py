@@ -1,7 +1,5 @@
 """The benchmarks of the search, with builds and measurements that sleep."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random
@@ -36,16 +34,13 @@ SMALL = ["lstm:64:2:10:bfloat16", "gru:64:1:10:float16"]
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An H100 whose processes sleep, and logs of its own."""
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.01, 0.002]))
     monkeypatch.setattr(sessions, "present", lambda target: H100)
-
     class Pretended(sessions.Session):
         def __init__(self, target: str, **options: float) -> None:
             super().__init__(target, entries=ENTRIES, **options)
             self._pool = Pool(ENTRIES, 2, poisoned=True)
-
     monkeypatch.setattr(sessions, "Session", Pretended)
 
 
@@ -73,10 +68,8 @@ def test_a_table_is_a_prefix_of_one_uniform_order():
     assert len(whole) == len(space) and set(whole) == set(space.listing())
 
 
-def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended: None, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch):
+def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended, tmp_path, monkeypatch):
     path, wanted, asked, call = tmp_path / "set.jsonl", set(), set[bytes](), Worker.call
-
     def watched(self: Worker, function: str, argument: Any, *rest: Any) -> Any:
         if isinstance(argument, Build):
             asked.add(msgspec.json.encode(msgspec.structs.replace(argument, out="")))
@@ -84,8 +77,7 @@ def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended: None, tmp_pa
 
     monkeypatch.setattr(Worker, "call", watched)
     for text in SMALL:
-        work = search_tables.workload_of(text)
-        given = search_tables.first(space_of(text), 6)
+        work, given = search_tables.workload_of(text), search_tables.first(space_of(text), 6)
         choices = tuple(Choice(c.schedule, dict(reversed(c.knobs))) for c in given)
         with path.open("ab") as file:
             file.write(msgspec.json.encode(search_tables.Item(text, choices)) + b"\n")
@@ -95,8 +87,7 @@ def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended: None, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_searches_are_replayed_on_tables_that_were_measured(pretended: None, tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch):
+def test_searches_are_replayed_on_tables_that_were_measured(pretended, tmp_path, monkeypatch):
     listed, path, output = (tmp_path / name for name in ("list.jsonl", "table.jsonl", "quality"))
     search_tables.write_list(listed, SMALL, H100, 48)
     search_tables.run(listed, 1e6, 2, 60.0)
@@ -121,8 +112,7 @@ def test_searches_are_replayed_on_tables_that_were_measured(pretended: None, tmp
 def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
     (table,) = search_quality.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
     assert len(table.times) == 384
-    asked = []
-    real = search_quality.Looked.submit
+    asked, real = [], search_quality.Looked.submit
     monkeypatch.setattr(search_quality.Looked, "submit",
                         lambda self, batch, bound: (asked.append(len(batch)), real(self, batch, bound)))
     found = search_quality.replay(table, "model", 0, 64)
@@ -160,8 +150,7 @@ def test_tables_of_before_a_knob_are_of_what_was_done_then():
 
 
 def test_no_record_of_the_workload_itself_warms_a_replay():
-    work = search_tables.workload_of("lstm:512:16:100:bfloat16")
-    left = {t.workload for t in search_quality.others(work).trials()}
+    left = {t.workload for t in search_quality.others(search_tables.workload_of("lstm:512:16:100:bfloat16")).trials()}
     batches = {w.batch for w in left if (w.cell, w.hidden, w.input, w.dtype) == ("lstm", 512, 512, "bfloat16")}
     assert 16 not in batches and batches & {1, 4, 8, 32, 64}
 
@@ -196,7 +185,6 @@ def test_the_rate_of_a_search(tmp_path: Path):
 
 def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path: Path):
     first, second = "first", "second"
-
     def table(work: str, best: float) -> Any:
         return SimpleNamespace(work=work, device=H100, best=best)
 
@@ -213,16 +201,14 @@ def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path:
     assert [(one.report, one.workload, 3.0 / one.ratio) for one in found] == [
         ("a", first, 2.0), ("a", second, 4.0), ("b", first, 2.0), ("b", second, 2.0)]
     assert [one.curve for one in found] == [[2.0, 2.0, 1.5], [1.0, 1.0, 0.75], [3.0, 1.5], [3.0, 1.5]]
-    at = search_quality.medians(found, 2)
-    assert at == {first: (1.75, [2.0, 1.5]), second: (1.25, [1.0, 1.5])}
+    assert search_quality.medians(found, 2) == {first: (1.75, [2.0, 1.5]), second: (1.25, [1.0, 1.5])}
     assert (late := search_quality.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
     assert search_quality.until(found, 1.5) == (2.5 + 1.5, 0) and search_quality.until(found, 1.0) == (2.5 + 1.5, 3)
     assert search_quality.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
 
 
 @pytest.mark.exhaustive
-def test_the_notes_have_what_the_reports_of_live_searches_say(capsys: pytest.CaptureFixture[str],
-                                                              monkeypatch: pytest.MonkeyPatch):
+def test_the_notes_have_what_the_reports_of_live_searches_say(capsys, monkeypatch):
     results = ROOT / "benchmarks" / "results"
     reports = [str(results / f"search_live_{name}_h100.json") for name in ("quarter", "none")]
     fastest = str(results / "search_fastest_h100.jsonl.xz")

@@ -1,5 +1,4 @@
-"""A small CUDA program that uses all that the host code can do, what it computes, in NumPy, and a module in a process
-whose CUDA driver only takes notes (fake_driver.c), and those notes."""
+"""A CUDA program that uses all that host code can do, in NumPy, too; and what a driver (fake_driver.c) notes of it."""
 
 from __future__ import annotations
 
@@ -21,12 +20,10 @@ from ecornn.workload import Workload
 N = 128
 HALF = "__device__ __forceinline__ float half_of(float v) { return 0.5f * v; }"
 BUFFERS = (
-    Buffer.of("x", "float32"), Buffer.of("y", "float32"),
-    Buffer.of("state_in", "float16", "h"), Buffer.of("state_out", "float16", "h"),
-    Buffer("w", "packed", "bfloat16", Extent(N)), Buffer("sums", "workspace", "float32", Extent(8)),
-    Buffer("counter", "workspace", "uint32", Extent(1)),
-    Buffer("mask", "workspace", "uint32", Extent(2, 3)),
-)
+    Buffer.of("x", "float32"), Buffer.of("y", "float32"), Buffer.of("state_in", "float16", "h"),
+    Buffer.of("state_out", "float16", "h"), Buffer("w", "packed", "bfloat16", Extent(N)),
+    Buffer("sums", "workspace", "float32", Extent(8)), Buffer("counter", "workspace", "uint32", Extent(1)),
+    Buffer("mask", "workspace", "uint32", Extent(2, 3)))
 POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 CALLS = (
     Fill("counter", 0, Extent(1)),
@@ -39,15 +36,12 @@ CALLS = (
 
 
 def functions() -> dict[str, Any]:
-    """``total`` (a grid barrier), ``step`` (one step of a loop), ``last`` (a cluster, dynamic shared)."""
     from tvm.script import tirx as S
 
     many = 1 << 20
-
     @S.prim_func
-    def total(x: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"),
-              sums: S.Buffer((8,), "float32"), counter: S.Buffer((1,), "uint32"),
-              mask: S.Buffer((many,), "uint32"), T: S.int32):
+    def total(x: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"), sums: S.Buffer((8,), "float32"),
+              counter: S.Buffer((1,), "uint32"), mask: S.Buffer((many,), "uint32"), T: S.int32):
         S.func_attr({"tirx.kernel_launch_params": ["tirx.use_cooperative_launch"]})
         S.device_entry()
         block = S.cta_id([4])
@@ -69,8 +63,7 @@ def functions() -> dict[str, Any]:
 
     @S.prim_func
     def step(h_in: S.Buffer((N,), "float16"), t: S.int32, x: S.Buffer((many,), "float32"),
-             y: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"),
-             sums: S.Buffer((8,), "float32")):
+             y: S.Buffer((many,), "float32"), w: S.Buffer((N,), "bfloat16"), sums: S.Buffer((8,), "float32")):
         S.device_entry()
         block = S.cta_id([2])
         thread = S.thread_id([64])
@@ -93,30 +86,24 @@ def functions() -> dict[str, Any]:
         stage = S.alloc_buffer((64,), "float32", scope="shared.dyn")
         stage[thread] = y[(T - 1) * N + rank * 64 + thread]
         S.cuda.cta_sync()
-        h_out[rank * 64 + thread] = S.cast(
-            stage[63 - thread] + S.cast(h_in[rank * 64 + thread], "float32"), "float16")
-
+        h_out[rank * 64 + thread] = S.cast(stage[63 - thread] + S.cast(h_in[rank * 64 + thread], "float32"), "float16")
     return {"total": total, "step": step, "last": last}
 
 
 def program() -> Program:
-    """The program; its only batch size is 1."""
     return Program.running(functions(), BUFFERS, CALLS)
 
 
 def run(steps: int = 2, stream: int = 7, device: int = 0, batch: int = 1) -> str:
-    """Code that calls the entry ``run`` of a module ``m``, whose buffers lie at :data:`POINTERS`."""
     return f"m['run']({steps}, {batch}, {device}, {stream}, *{POINTERS})\n"
 
 
 def manifest(device: Device = KNOWN["sm_90a"]) -> Manifest:
-    """A manifest for it."""
     return Manifest(Workload("sample", N, N), device, "sample", {"tile": 2}, "made by a test", ("h",), "h",
                     (), BUFFERS, {"run": tuple(b.name for b in BUFFERS)}, {"ecornn": "test"})
 
 
 def expected(x: np.ndarray, h: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """y (T, N) and h_out (N,) of x (T, N), h (N,) and w (N,), all float64."""
     y, before = np.empty_like(x), h
     for t in range(len(x)):
         y[t] = before = before * w + 0.5 * x[t] + x[0].sum() + 4 + 1
@@ -143,5 +130,4 @@ def child(code: str, module: Path, driver: Path | None = None, *arguments: objec
 
 
 def raised(code: str) -> str:
-    """Code that prints type and message of what ``code`` raises."""
     return f"try:\n    {code.strip()}\nexcept Exception as e:\n    print(type(e).__name__, e)\n"

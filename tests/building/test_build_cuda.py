@@ -27,7 +27,6 @@ from ecornn.targets import KNOWN
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Generated]:
-    """The sample program's module file, for the GPU at hand or for sm_90a."""
     out = tmp_path_factory.mktemp("module") / "sample.so"
     manifest = cuda_sample.manifest(detect() or KNOWN["sm_90a"])
     return out, build_module(cuda_sample.program(), manifest, out)
@@ -40,13 +39,11 @@ def kernels() -> dict[str, Kernel]:
 
 def test_kernels_know_the_order_of_what_they_read(kernels: dict[str, Kernel]):
     assert kernels["total"].arguments == ("counter", "mask", "sums", "x", "T")  # w is not read
-    assert kernels["step"].arguments == ("h_in", "sums", "w", "x", "y", "t")
-    assert kernels["last"].symbol == "last_kernel"
+    assert kernels["step"].arguments == ("h_in", "sums", "w", "x", "y", "t") and kernels["last"].symbol == "last_kernel"
     assert kernels["last"].extents == {"blockIdx.x": 2, "threadIdx.x": 64, "clusterCtaIdx.x": 2}
 
 
 def restricted(calls: tuple, **attributes: bool) -> set[str]:
-    """The kernels whose parameters are ``__restrict__``."""
     functions = {name: f.with_attr({f"tirx.{k}": v for k, v in attributes.items()}) if attributes else f
                  for name, f in cuda_sample.functions().items()}
     source = lower(Program.running(functions, cuda_sample.BUFFERS, calls), "sm_90a")[1]
@@ -54,11 +51,8 @@ def restricted(calls: tuple, **attributes: bool) -> set[str]:
 
 
 def test_memory_that_others_write_is_not_restrict():
-    """total is cooperative, and last has both ends of a state, which may be the same memory."""
-    assert restricted(()) == {"step"}
-    assert restricted((Loop((Launch("step", 2, 64, cluster=2),)),)) == set()
-    assert restricted((), noalias=False) == set()
-    assert restricted((), noalias=True) == {"total", "step", "last"}
+    assert restricted(()) == {"step"} and restricted((Loop((Launch("step", 2, 64, cluster=2),)),)) == set()
+    assert restricted((), noalias=False) == set() and restricted((), noalias=True) == {"total", "step", "last"}
 
 
 def test_tvm_keeps_its_own_compile_hook():
@@ -72,19 +66,14 @@ def test_tvm_keeps_its_own_compile_hook():
 
 
 @pytest.mark.parametrize("calls, message", [
-    ((Launch("other", 1, 1),), "no function"),
-    ((Fill("other", 0, Extent(1)),), "no buffer"),
-    ((Fill("sums", 256, Extent(1)),), "no byte"),
-    ((Launch("step", 2, 64),), "outside a loop"),
+    ((Launch("other", 1, 1),), "no function"), ((Fill("other", 0, Extent(1)),), "no buffer"),
+    ((Fill("sums", 256, Extent(1)),), "no byte"), ((Launch("step", 2, 64),), "outside a loop"),
     ((Loop((Launch("step", 4, 64),)),), "grid=4, but the kernel has 2"),
     ((Loop((Launch("step", 2, 32),)),), "threads=32, but the kernel has 64"),
-    ((Launch("total", 4, 32),), "needs cooperative"),
-    ((Launch("last", 2, 64, cluster=2),), "needs shared"),
+    ((Launch("total", 4, 32),), "needs cooperative"), ((Launch("last", 2, 64, cluster=2),), "needs shared"),
     ((Launch("last", 2, 64, 256),), "cluster=1, but the kernel has 2"),
     ((Launch("last", 3, 64, 256, cluster=2),), "whole number of clusters"),
-    ((Launch("total", 0, 32, cooperative=True),), "positive"),
-    ((Parallel("total"),), "cannot carry out"),
-])
+    ((Launch("total", 0, 32, cooperative=True),), "positive"), ((Parallel("total"),), "cannot carry out")])
 def test_calls_that_do_not_fit_are_refused(kernels: dict[str, Kernel], calls: tuple, message: str):
     with pytest.raises(BuildError, match=message):
         host_program(Program.running({}, cuda_sample.BUFFERS, calls), kernels, "sm_90a")
@@ -106,7 +95,6 @@ def test_functions_that_do_not_fit_are_refused():
     @S.prim_func
     def host(y: S.Buffer((64,), "float32")):
         y[0] = S.float32(0)
-
     for function, message in ((unknown, "no buffer 'z'"), (scalar, "'steps'"), (host, "one kernel|lowered")):
         with pytest.raises(BuildError, match=message):
             lower(Program.running({"f": function}, cuda_sample.BUFFERS, ()), "sm_90a")
@@ -117,8 +105,7 @@ def test_functions_that_do_not_fit_are_refused():
 def test_file_holds_machine_code_and_no_source(built: tuple[Path, Generated]):
     out, generated = built
     content = out.read_bytes()
-    assert generated.binaries["ecornn_cubin0"][:4] == b"\x7fELF"
-    assert generated.binaries["ecornn_cubin0"] in content
+    assert generated.binaries["ecornn_cubin0"][:4] == b"\x7fELF" and generated.binaries["ecornn_cubin0"] in content
     assert b"__global__" not in content and b"threadIdx" not in content
     assert set(generated.resources) == {"total", "step", "last"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in generated.resources.values())
@@ -150,11 +137,8 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
     first = done.calls.index("cuCtxPopCurrent")  # the end of loading
     assert done.calls[:first] == [
         "cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10", "cuCtxPushCurrent 110",
-        "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel",
-        "cuModuleGetFunction step_kernel", "cuModuleGetFunction last_kernel",
-        "cuFuncSetAttribute last_kernel 8 256",
-    ]
-
+        "cuModuleLoadData elf=1 capture_mode=2", "cuModuleGetFunction total_kernel", "cuModuleGetFunction step_kernel",
+        "cuModuleGetFunction last_kernel", "cuFuncSetAttribute last_kernel 8 256"]
     def sequence(steps: int) -> list[str]:
         return [
             "cuCtxPushCurrent 110",
@@ -174,15 +158,12 @@ def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path)
     assert done.calls[first + 1:] == [*sequence(3), *sequence(1), *unload]
 
 
-def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
-        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake: Path):
+def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(monkeypatch, tmp_path, fake):
     sources: list[str] = []
     compiled = nvcc._compile
-
     def compile(source: str, *rest: str) -> tuple[bytes, str]:
         sources.append(source)
         return compiled(source, *rest)
-
     for place, name, value in ((nvcc, "_compile", compile), (cuda, "PROJECTION", "step"), (cuda, "LARGE", 1)):
         monkeypatch.setattr(place, name, value)
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
@@ -225,8 +206,7 @@ def test_memory_functions(built: tuple[Path, Generated], fake: Path):
             "m['copy'](0, p, 5, 96, 3)\nm['copy'](0, p, 5, 0, 3)\nm['synchronize'](0, 3)\n"
             "m['free'](0, p)\nm['free'](0, 0)\n")
     calls = [c for c in child(code, built[0], fake).calls if "Mem" in c or "Synchronize" in c]
-    assert calls == ["cuMemAlloc 96", "cuMemcpyAsync 4096 5 96 stream=3", "cuStreamSynchronize 3",
-                     "cuMemFree 4096"]
+    assert calls == ["cuMemAlloc 96", "cuMemcpyAsync 4096 5 96 stream=3", "cuStreamSynchronize 3", "cuMemFree 4096"]
 
 
 def test_a_captured_graph_outlives_what_is_loaded_made_and_freed_meanwhile(built: tuple[Path, Generated], fake: Path):
@@ -241,8 +221,7 @@ def test_a_captured_graph_outlives_what_is_loaded_made_and_freed_meanwhile(built
     ("cuMemsetD8Async:700", "(an illegal address) in cuMemsetD8Async of counter"),
     ("cuModuleLoadData:209", "cuModuleLoadData of a module for sm_90a on a GPU of compute capability 9.0"),
     ("cuInit:3", "CUDA_ERROR_OTHER (something else) in cuInit"),
-    ("cuFuncSetAttribute:1", "in cuFuncSetAttribute of last"),
-])
+    ("cuFuncSetAttribute:1", "in cuFuncSetAttribute of last")])
 @pytest.mark.skipif(detect() is not None, reason="the module is for the GPU at hand, not for sm_90a")
 def test_driver_errors_name_the_call(built: tuple[Path, Generated], fake: Path, fail: str, message: str):
     done = child(raised(run(2)) + raised(run(2)), built[0], fake, FAKE_FAIL=fail)
@@ -254,14 +233,12 @@ def test_driver_errors_name_the_call(built: tuple[Path, Generated], fake: Path, 
 def test_wrong_arguments_are_refused(built: tuple[Path, Generated], fake: Path):
     messages = {
         "m['run'](1, 1, 0, 0)": "TypeError run(T, B, device, queue, *pointers) takes 12 arguments, not 4",
-        "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run",
-        run(0): "ValueError T=0 is not allowed",
+        "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run", run(0): "ValueError T=0 is not allowed",
         run(1 << 31): "ValueError T=2147483648 is not allowed",
         "m['run'](1, 0, 0, 7, *range(8))": "ValueError B=0 is not allowed",
         run(1, device=64): "ValueError device=64 is not allowed",
         run(1, device=-1): "ValueError device=-1 is not allowed",
-        "m['free'](0)": "TypeError free(device, pointer) takes 2 arguments, not 1",
-    }
+        "m['free'](0)": "TypeError free(device, pointer) takes 2 arguments, not 1"}
     done = child("".join(map(raised, messages)), built[0], fake)
     for line, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
         assert line.startswith(message)
@@ -279,25 +256,21 @@ def test_the_gpu_is_described_by_its_driver(built: tuple[Path, Generated], fake:
 
 
 def tensors(steps: int) -> Iterator[np.ndarray]:
-    """x, h and w that float16 and bfloat16 hold exactly."""
     random = np.random.default_rng(0)
     for most, shape in ((8, (steps, cuda_sample.N)), (8, cuda_sample.N), (4, cuda_sample.N)):
         yield random.integers(-most, most + 1, shape).astype(np.float64) / 8
 
 
 def close(found: np.ndarray, wanted: np.ndarray, precision: float) -> None:
-    """Within a few roundings of the largest value: sums of five terms, in another order."""
     assert np.abs(found.astype(np.float64) - wanted).max() <= 4 * precision * np.abs(wanted).max()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 5])
 def test_gpu_computes_the_sample(built: tuple[Path, Generated], steps: int):
-    """Also with h_out in the memory of h_in, and twice, as counters must start from zero each time."""
     import tvm_ffi
 
-    module = tvm_ffi.load_module(str(built[0]))
-    call: Callable[[str], Any] = module.get_function
+    call: Callable[[str], Any] = tvm_ffi.load_module(str(built[0])).get_function
     x, h, w = tensors(steps)
     wanted_y, wanted_h = cuda_sample.expected(x, h, w)
     given = {"x": x.astype(np.float32), "h_in": h.astype(np.float16), "w": w.astype(ml_dtypes.bfloat16)}
@@ -328,8 +301,7 @@ def test_gpu_graph_captures_the_first_run(built: tuple[Path, Generated], tmp_pat
     import torch
     import tvm_ffi
 
-    steps = 4
-    module = tvm_ffi.load_module(str(shutil.copy(built[0], tmp_path / "copied.so")))
+    steps, module = 4, tvm_ffi.load_module(str(shutil.copy(built[0], tmp_path / "copied.so")))
     x, h, w = tensors(steps)
     wanted_y, wanted_h = cuda_sample.expected(x, h, w)
     types = {"uint32": torch.int32, **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}}

@@ -1,7 +1,5 @@
 """Compilers of a CUDA module: nvcc, NVRTC, the host's C++ compiler, what they say; and the cache of what they made."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +9,7 @@ import cuda_sample
 import psutil
 import pytest
 from events import LIMIT
+from refusals import refused
 
 from ecornn.build import cache, nvcc, nvrtc
 from ecornn.build import link as linking
@@ -38,7 +37,6 @@ def test_nvcc_and_its_errors(real_nvcc: None):
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
 def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
-    """In every data type: products, exchanges and functions that the compiler replaces."""
     plans = [plan("slstm", hidden=64, batch=3, dtype=dtype, precision=precision, target=arch, schedule=schedule)
              for schedule, dtype, precision in (("persistent", "float16", None), ("layout_transform", "bfloat16", None),
                                                 ("persistent", "float32", "exact"), ("persistent", "float32", "tf32"))]
@@ -54,10 +52,8 @@ def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
 
 
 def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.MonkeyPatch):
-    made = plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0]
-    source = lower(made, "sm_90a")[1]
+    source = lower(plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0], "sm_90a")[1]
     tried: list[str] = []
-
     def compile(_: str, text: str, *rest: object) -> tuple[bytes, str]:
         tried.append(text)
         if "__hadd" in text and text != source:
@@ -67,12 +63,10 @@ def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(nvcc, "chosen_nvcc", lambda: "nvcc")
     monkeypatch.setattr(nvcc, "_nvcc", compile)
-    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
-    assert tried == [nvcc.short(source)]
+    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin" and tried == [nvcc.short(source)]
     tried.clear()
     source += "\n// __hadd\n"
-    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
-    assert tried == [nvcc.short(source), source]
+    assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin" and tried == [nvcc.short(source), source]
     # a name that only CUDA's headers define would choose another branch, and is no error
     assert nvcc.short(source + "#if CUDART_VERSION > 12000\n#endif\n") is None
     assert nvcc.short("int another_source;") is None
@@ -85,8 +79,7 @@ def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.Monkey
     ("", "kill -9 $$", "status -9", 1),
     ('kernels.cu(7): error: identifier "erfcf" is undefined', "exit 1", "erfcf", 2),
     ("kernels.cu:3:10: fatal error: crt/host_defines.h: No such file or directory", "exit 1", "host_defines", 2)])
-def test_only_what_headers_can_mend_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str,
-                                                      ends: str, message: str, calls: int):
+def test_only_what_headers_can_mend_is_compiled_again(monkeypatch, tmp_path, says, ends, message, calls):
     """A program in nvcc's place that fails once: a second attempt would succeed, and must not be made for others."""
     fake, noted, said = (tmp_path / name for name in ("nvcc", "noted", "said"))
     said.write_text(says)
@@ -98,8 +91,7 @@ def test_only_what_headers_can_mend_is_compiled_again(monkeypatch: pytest.Monkey
     source = lower(plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0], "sm_90a")[1]
     assert nvcc.short(source) is not None
     if calls == 1:
-        with pytest.raises(BuildError, match=message):
-            nvcc._compile(source, "sm_90a", "cubin")
+        refused(BuildError, message, nvcc._compile, source, "sm_90a", "cubin")
     else:
         assert nvcc._compile(source, "sm_90a", "cubin") == (b"cubin", "")
     assert len(noted.read_text().splitlines()) == calls
@@ -110,11 +102,9 @@ def test_a_missing_cuda_compiler_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nvrtc, "available", lambda: False)
     for choice in ("", "nvcc", "nvrtc"):
         monkeypatch.setenv(nvcc.ENVIRONMENT, choice)
-        with pytest.raises(BuildError, match=r"pip install '\.\[cuda\]'"):
-            nvcc.compile_cubin("", "sm_90a")
+        refused(BuildError, r"pip install '\.\[cuda\]'", nvcc.compile_cubin, "", "sm_90a")
     monkeypatch.setenv(nvcc.ENVIRONMENT, "clang")
-    with pytest.raises(ArgumentError, match=nvcc.ENVIRONMENT):
-        nvcc.compile_cubin("", "sm_90a")
+    refused(ArgumentError, nvcc.ENVIRONMENT, nvcc.compile_cubin, "", "sm_90a")
 
 
 def test_resources_are_those_of_the_entry():
@@ -128,22 +118,18 @@ def test_resources_are_those_of_the_entry():
            "ptxas info    : Used 9 registers, used 0 barriers\n")
     assert nvcc.parse_resources(log) == {
         "a": {"registers": 60, "stack": 8, "spill_stores": 4, "spill_loads": 12, "shared": 24832},
-        "b": {"registers": 9, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0},
-    }
+        "b": {"registers": 9, "stack": 0, "spill_stores": 0, "spill_loads": 0, "shared": 0}}
 
 
 def test_nvrtc_does_the_same(monkeypatch: pytest.MonkeyPatch):
-    """With the headers of half precision, which the sample includes."""
     monkeypatch.setenv(nvcc.ENVIRONMENT, "nvrtc")
     source = lower(cuda_sample.program(), "sm_90a")[1]
     assert all(f"#include <{name}.h>" in source for name in ("cuda_fp16", "cuda_bf16"))
     cubin, resources = nvcc.compile_cubin(source, "sm_90a")
-    assert cubin[:4] == b"\x7fELF"
-    assert set(resources) == {"total_kernel", "step_kernel", "last_kernel"}
+    assert cubin[:4] == b"\x7fELF" and set(resources) == {"total_kernel", "step_kernel", "last_kernel"}
     assert all(r["registers"] > 0 and r["spill_stores"] == 0 for r in resources.values())
     assert ".target sm_90a" in nvcc.ptx(source, "sm_90a")
-    with pytest.raises(BuildError, match=r"(?s)NVRTC failed for sm_90a.*nonsense"):
-        nvcc.compile_cubin("nonsense", "sm_90a")
+    refused(BuildError, r"(?s)NVRTC failed for sm_90a.*nonsense", nvcc.compile_cubin, "nonsense", "sm_90a")
 
 
 def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -164,20 +150,17 @@ def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 def test_architectures():
     assert [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (12, 0))] == ["sm_80", "sm_86", "sm_90a", "sm_120"]
-    with pytest.raises(DeviceError, match=r"not 7\.5"):
-        architecture(7, 5, "Tesla T4")
+    refused(DeviceError, r"not 7\.5", architecture, 7, 5, "Tesla T4")
 
 
 def compiler_of(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """The host's."""
     (folder / "c++").write_text(program)
     (folder / "c++").chmod(0o755)
     monkeypatch.setenv("CXX", str(folder / "c++"))
 
 
 @pytest.mark.parametrize("hangs, limit", [("--version", "ANSWER"), ("-fPIC", "WORK")])
-def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs: str, limit: str, tmp_path: Path,
-                                                                        monkeypatch: pytest.MonkeyPatch):
+def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs, limit, tmp_path, monkeypatch):
     compiler_of(tmp_path, monkeypatch, f'#!/bin/sh\ncase "$*" in *{hangs}*) sleep 6100 & wait;; esac\n')
     monkeypatch.setenv("ECORNN_CACHE", "off")
     for name in ("ANSWER", "WORK"):
@@ -200,8 +183,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Maker:
-    """Counts how often something is made."""
-
     def __init__(self, content: bytes = b"code") -> None:
         self.content, self.made = content, 0
 
@@ -214,8 +195,7 @@ def test_an_entry_is_made_once_and_by_its_parts(root: Path):
     make, other = Maker(), Maker(b"other")
     assert [cache.entry("cubin", ("a", "b"), make) for _ in range(3)] == [b"code"] * 3 and make.made == 1
     assert cache.entry("cubin", ("ab", ""), other) == b"other"  # not the same parts
-    assert cache.entry("object", ("a", "b"), other) == b"other" and other.made == 2
-    assert len(cache.entries(root)) == 3
+    assert cache.entry("object", ("a", "b"), other) == b"other" and other.made == 2 and len(cache.entries(root)) == 3
 
 
 @pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda d: d[:8], lambda d: b"", lambda d: d[:-1] + b"X"])
@@ -238,9 +218,7 @@ def test_many_that_want_one_entry_wait_for_the_one_that_makes_it(root: Path):
 def test_what_fails_is_not_kept(root: Path):
     def fail() -> bytes:
         raise RuntimeError("no compiler")
-
-    with pytest.raises(RuntimeError, match="no compiler"):
-        cache.entry("cubin", ("a",), fail)
+    refused(RuntimeError, "no compiler", cache.entry, "cubin", ("a",), fail)
     assert not cache.entries(root) and cache.entry("cubin", ("a",), Maker()) == b"code"
 
 
@@ -278,7 +256,6 @@ def test_it_can_be_turned_off_and_does_without_a_folder(tmp_path: Path, monkeypa
 
 
 def test_what_waits_for_another_process_ends_with_its_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Ctrl-C reaches the main thread alone."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     with cache._alone(tmp_path, f"cubin-{cache._name('cubin', ['text'])[:3]}", lambda: False):
         with pytest.raises(KeyboardInterrupt), at_the_same_time(1) as threads:
@@ -286,5 +263,4 @@ def test_what_waits_for_another_process_ends_with_its_pool(monkeypatch: pytest.M
             while not waits.running():
                 pass
             raise KeyboardInterrupt
-        with pytest.raises(BuildError, match="stopped"):
-            waits.result()
+        refused(BuildError, "stopped", waits.result)

@@ -1,7 +1,5 @@
 """Modules without a GPU: what entries take and call, and in which order of streams and events, as a driver notes it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +37,6 @@ NOTE = re.compile(r"(\w+) (.*?)\s*stream=(\d+)")
 
 
 def build(of: Program | tuple[programs.Call, ...], folder: Path) -> Path:
-    """The module file of a program, or of calls of the sample's kernels."""
     if not isinstance(of, Program):
         names = {launch.function for launch in programs.launches(of)}
         functions = {name: f for name, f in cuda_sample.functions().items() if name in names}
@@ -66,7 +63,6 @@ def wave(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(notes: list[str]) -> list[list[int]]:
-    """Of each launch."""
     return [[int(v) for v in note.split(" arguments ")[1].split()] for note in notes if " arguments " in note]
 
 
@@ -75,7 +71,6 @@ def count(notes: list[str], start: str) -> int:
 
 
 def history(notes: list[str]) -> list[tuple[str, int, set[int]]]:
-    """What each launch or fill is, its stream, and the numbers of those that must be done before it starts."""
     done: dict[str, set[int]] = {}  # of a stream
     marks: dict[str, set[int]] = {}  # of an event
     found: list[tuple[str, int, set[int]]] = []
@@ -113,7 +108,6 @@ def test_branches_come_after_what_was_before_and_before_what_follows(both: Path,
 
 
 def test_branches_may_have_branches(tmp_path: Path, fake: Path):
-    """Those of a branch come after what it has before them, and before what follows, as everywhere."""
     inner = Concurrent(((Loop((STEP,)),), (LAST,)))
     out = build((Concurrent(((TOTAL, inner, TOTAL), (LAST, inner))), LAST), tmp_path)
     found = history(child(run(1) + run(1), out, fake).calls)
@@ -123,7 +117,6 @@ def test_branches_may_have_branches(tmp_path: Path, fake: Path):
 
 
 def test_callers_share_no_streams_and_no_events(both: Path, fake: Path):
-    """Neither two streams of one device, nor of two devices, nor the default stream."""
     code = run(stream=7) + run(stream=8) + run(stream=0) + run(stream=7, device=1) + run(stream=8)
     notes = child(code, both, fake).calls
     users: dict[str, set[str]] = {}
@@ -151,7 +144,6 @@ def test_chunks_run_one_after_the_other(reverse: bool, tmp_path: Path, fake: Pat
 
 @pytest.mark.parametrize("existing", [0, 1])
 def test_chunks_after_the_first_add_to_gradients(existing: int, tmp_path: Path, fake: Path):
-    """Whatever the call says of the first one; also in what goes on beside something else."""
     kernel = zero_kernel("fresh", 0, 4, 1, add=True)
     fresh = Launch("fresh", 1, 256, names={"into": "sums"})
     calls = fresh, Chunks((Concurrent(((fresh,), (fresh,))), fresh), {}, STATES, 8), fresh
@@ -172,7 +164,6 @@ def test_threads_may_call_at_once(both: Path, fake: Path):
 
 
 def test_two_threads_may_take_two_devices_in_turns(both: Path, fake: Path):
-    """Each device has the module loaded once, and every kernel is launched in the context of its own."""
     code = ("from threading import Thread\n"
             f"call = lambda device: m['run'](3, 1, device, 70 + device, *{POINTERS})\n"
             "work = lambda first: [call((first + i) % 2) for i in range(20)]\n"
@@ -218,7 +209,6 @@ def test_what_was_forked_is_joined_after_an_error(both: Path, fake: Path, fail: 
 @pytest.mark.parametrize(("steps", "batch", "chunks"), [
     (19, 1, (8, 8, 3)), (24, 2, (8, 8, 8)), (25, 3, (16, 9)), (9, 1, (8, 1)), (100, 1, (40, 40, 20))])
 def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, chunks: tuple[int, ...]):
-    """Each with its rows, its steps and its states, after the one before it and that of the layer before."""
     notes = child(run(steps, batch=batch), wave, fake).calls
     assert programs.chunk_steps(steps, 3, 5) == chunks[0]
     found = history(notes)
@@ -226,8 +216,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
     given = dict(zip(numbers, arguments(notes), strict=True))
     calls = {layer: [i for i in numbers if found[i][0] == layer] for layer in ("total", "step", "last")}
     assert [{found[i][1] for i in each} for each in calls.values()] == [{7}, {900}, {901}]
-    starts = [sum(chunks[:k]) for k in range(len(chunks))]
-    row = batch * N * 4
+    starts, row = [sum(chunks[:k]) for k in range(len(chunks))], batch * N * 4
     # x, y, h_in, h_out, w, sums, counter, mask at 1000, 2000, ...
     assert [given[i] for i in calls["total"]] == [
         [7000, 8000, 6000, 1000 + row * first, size] for first, size in zip(starts, chunks, strict=True)]
@@ -241,8 +230,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
     ends = [first + size for first, size in zip(starts, chunks, strict=True)]  # of the steps of a chunk, one past
     for k in range(len(chunks)):
         assert found[calls["total"][k]][2] == {0, *calls["total"][:k]}
-        expected = {0, *calls["total"][:k + 1], *calls["step"][:starts[k]]}
-        assert found[calls["step"][starts[k]]][2] == expected
+        assert found[calls["step"][starts[k]]][2] == {0, *calls["total"][:k + 1], *calls["step"][:starts[k]]}
         before = found[calls["last"][k]][2]
         assert set(calls["step"][:ends[k]]) <= before and not set(calls["step"][ends[k]:]) & before
     assert count(notes, "cuStreamCreate") == 2
@@ -251,8 +239,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
 def test_the_stream_goes_on_after_the_wave(wave: Path, fake: Path):
     found = history(child(run(19) + run(19), wave, fake).calls)
     second = [i for i, (name, stream, _) in enumerate(found) if name == "fill" and stream == 7][1]
-    assert found[second][2] == set(range(second))
-    assert all(before >= set(range(second)) for *_, before in found[second:])
+    assert found[second][2] == set(range(second)) and all(before >= set(range(second)) for *_, before in found[second:])
 
 
 def test_a_wave_of_one_chunk_stays_in_its_stream(wave: Path, fake: Path):
@@ -270,8 +257,7 @@ def test_a_wave_is_joined_after_an_error(wave: Path, fake: Path, launch: int):
     used = {match[1] for note in first if (match := re.search(r"stream=(9\d+)", note))}
     joined = [note.split()[1] for note in first if note.startswith("cuStreamWaitEvent") and note.endswith("stream=7")]
     marks = {note.split()[1]: note.split("stream=")[1] for note in first if note.startswith("cuEventRecord")}
-    assert {marks[event] for event in joined} == used
-    assert count(done.calls[second:], "cuLaunchKernelEx") == 3 + 19 + 3
+    assert {marks[event] for event in joined} == used and count(done.calls[second:], "cuLaunchKernelEx") == 3 + 19 + 3
 
 
 def test_branches_that_cannot_be(tmp_path: Path):
@@ -287,7 +273,6 @@ def test_the_longest_call_is_one_that_can_be_counted(tmp_path: Path, fake: Path)
 
 
 def with_entry(*calls: programs.Call, takes: tuple[str, ...]) -> Program:
-    """The CUDA sample with an entry ``backward`` beside ``run``."""
     program = cuda_sample.program()
     return replace(program, entries={**program.entries, "backward": Entry(calls, takes)})
 
@@ -296,8 +281,7 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
     chunk = WaveLayer((LAST,), {"y": 1}, (("h_in", "h_out"),))
     program = with_entry(LAST, Fill("mask", 3, Extent(1)), Wave((chunk, chunk), 2, 8),
                          takes=("mask", "h_out", "y", "h_in"))
-    out = build(program, tmp_path)
-    code = "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
+    out, code = build(program, tmp_path), "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
     done = child(code + raised("m['backward'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
     launched = arguments(done.calls)  # h_in, h_out, y, T
     notes = [note for note in done.calls if note.startswith(("cuLaunchKernelEx", "cuMemset"))]
@@ -309,15 +293,13 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
 
 
 def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: Path):
-    program = with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in"))
-    out = build(program, tmp_path)
+    out = build(with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in")), tmp_path)
     for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
         done = child(f"m['backward'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
         assert len(arguments(done.calls)) == launches, pointers
 
 
 def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
-    """From the caller's memory through two workspaces; one step reads a copy if it writes where it reads."""
     step = replace(LAST, names={"h_in": "mask", "y": "sums"})
     program = with_entry(programs.Relay((step,), "mask", "sums", "h_in", "h_out", 64), LAST,
                          takes=("mask", "sums", "h_out", "y", "h_in"))
@@ -337,7 +319,6 @@ def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
 
 
 def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
-    """What the kernel knows; a program that packs something else has none, nor has one without weights."""
     def with_packing(dtype: str) -> Program:
         found, size = cuda_sample.program(), (1, cuda_sample.N)
         packing = programs.Packing((("w", 0),), size, size, (0, 1), dtype)
@@ -368,7 +349,6 @@ def test_a_call_uses_only_what_its_entry_takes(calls: tuple[programs.Call, ...],
 
 
 def scaled(name: str, factor: float) -> Program:
-    """A CPU program with the one entry ``name``: y = ``factor`` * x, 8 elements of each."""
     e = Emitter(8)
     for scalar in ("thread", "threads", "T", "B"):
         e.scalar(scalar)
@@ -389,8 +369,7 @@ def test_entries_of_a_cpu_module(tmp_path: Path):
     manifest = Manifest(Workload("lstm", 1, 1), detect_cpu(), "test", {}, "", (), "", (), program.buffers,
                         {name: entry.takes for name, entry in program.entries.items()}, {})
     build_module(program, manifest, tmp_path / "two.so")
-    module = tvm_ffi.load_module(str(tmp_path / "two.so"))
-    x = np.arange(8, dtype=np.float32)
+    module, x = tvm_ffi.load_module(str(tmp_path / "two.so")), np.arange(8, dtype=np.float32)
     y, other = np.zeros((2, 8), np.float32)
     module["run"](1, 1, 0, 2, y.ctypes.data, 0, x.ctypes.data)
     assert (y == 2 * x).all() and not other.any()

@@ -4,8 +4,6 @@ as code for people does what is compiled, uses what it declares, fits on a scree
     pytest tests/building/test_readable.py --renew    writes persistent_lstm.cu anew
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -48,19 +46,16 @@ CASES: dict[str, Any] = {
     "cluster": ("persistent", "lstm", SIZES, "float16", {"carrier": "cluster", "fences": "rare"}),
     "statistics": ("persistent", "lstm(layer_norm)", SIZES, "float16", {}),
     "workers": ("persistent", "lstm", (9, 3, 24, 40), "bfloat16", {"ahead": 0}),
-    "mma": ("persistent_block", "lstm", SIZES, "float16", {}),
-    "fma": ("persistent_block", "gru", SIZES, "float32", {}),
+    "mma": ("persistent_block", "lstm", SIZES, "float16", {}), "fma": ("persistent_block", "gru", SIZES, "float32", {}),
     "wide": ("persistent_wide", "lstm", (5, 3, 24, 40), "bfloat16", {}),
     "elementwise": ("elementwise", "indrnn", (19, 3, 16, 32), "float16", {}),
     "fused_step": ("fused_step", "lstm(layer_norm)", SIZES, "float32", {}),
     "layout_transform": ("layout_transform", "gru", SIZES, "float16", {}),
-    "whole_step": ("whole_step", "lstm", (1, 3, 16, 40), "float16", {}),
-}
+    "whole_step": ("whole_step", "lstm", (1, 3, 16, 40), "float16", {})}
 TRAINED: dict[str, Any] = {
     "trained_outer_mma": ("persistent", "lstm", (5, 3, 6, 20), "float32", Traversal(lengths=True, resets=True)),
     "trained_outer_wgmma": ("persistent", "gru", (4, 5, 8, 40), "float16", ALONE),
-    "trained_statistics": ("fused_step", "lstm(layer_norm)", (3, 2, 5, 9), "float32", ALONE),
-}
+    "trained_statistics": ("fused_step", "lstm(layer_norm)", (3, 2, 5, 9), "float32", ALONE)}
 MMA = ("MMA warps, prologue", "MMA warps: wait", "MMA warps: partial sums")
 GATES = ("gate warps, prologue", "gate warps: wait", "gate warps, epilogue", "gate warps: what nobody waits for")
 # what the notes of a kernel begin with, in order; others may be between
@@ -107,7 +102,6 @@ def text_of(name: str) -> str:
 
 
 def kernels(text: str) -> dict[str, str]:
-    """Functions of the program, and the definitions of their kernels."""
     found = re.finditer(r'^extern "C" __global__ void [^{;]*?(\w+)_kernel\([^{;]*\) \{\n.*?^}', text, re.M | re.S)
     return {match[1]: match[0] for match in found}
 
@@ -117,7 +111,6 @@ def notes(kernel: str) -> list[str]:
 
 
 def compilable(text: str) -> str:
-    """A text for people for those who look for whole lines: what was wrapped, and strings, as one again."""
     return re.sub(r'"\s+"', "", re.sub(r",\s+", ", ", text))
 
 
@@ -158,8 +151,7 @@ def test_each_kernel_has_notes(name: str):
 def test_notes_leave_nothing_in_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch):
     program = known(name)[1]
     source = cuda.lower(program, ARCH)[1]
-    assert NOTE not in source
-    assert NOTE in "".join(function.script() for function in program.functions.values())
+    assert NOTE not in source and NOTE in "".join(function.script() for function in program.functions.values())
     monkeypatch.setattr(Builder, "note", lambda self, text: None)
     without = made(name)[1]
     assert NOTE not in "".join(function.script() for function in without.functions.values())
@@ -168,7 +160,6 @@ def test_notes_leave_nothing_in_what_is_compiled(name: str, monkeypatch: pytest.
 
 
 def results(name: str, folder: Path, *changes: Callable[[str], str]) -> list[list[np.ndarray]]:
-    """y and the last states, by each text."""
     (task, program), found = known(name), []
     w = task.workload
     given = inputs(w.cell, (w.seq, w.batch, w.input, w.hidden), w.dtype, task.graph.parameters,
@@ -200,14 +191,6 @@ def test_it_trains_as_the_compiled_text_does(name: str, tmp_path: Path, monkeypa
         assert ours.tobytes() == found[1][key].tobytes(), key
 
 
-def test_a_fault_in_the_text_would_be_seen(tmp_path: Path):
-    """Of a read text with another sign, so that the comparison above is one."""
-    text = compilable(text_of("mma"))
-    broken = re.sub(r"(float gate__2 = \S+) \+ ", r"\1 - ", text, count=1)
-    (right, *_), (wrong, *_) = results("mma", tmp_path, lambda _: text, lambda _: broken)
-    assert broken != text and right.tobytes() != wrong.tobytes()
-
-
 def test_the_text_of_a_kernel(same_as_file: Callable[[str, str], None]):
     same_as_file("persistent_lstm.cu", kernels(text_of("l2"))["persistent"] + "\n")
 
@@ -237,10 +220,7 @@ def test_parentheses_that_say_nothing(line: str, cleared: str):
 
 
 def test_parentheses_of_random_expressions_may_go():
-    """The value of an expression with a pair around each operator, as Python computes it with C's levels."""
-    rng = np.random.default_rng(0)
-    values = {"a": 5, "b": 3, "c": 12, "d": 7}
-
+    rng, values = np.random.default_rng(0), {"a": 5, "b": 3, "c": 12, "d": 7}
     def drawn(depth: int) -> str:
         if not depth or rng.random() < 0.1:
             return str(rng.choice([*values, "2", "9"]))
@@ -303,8 +283,6 @@ def test_structure_ignores_names_alone():
 
 
 class Named(Cell):
-    """A gated unit with names of the caller's choice: of its states, parameters and tensors."""
-
     def __init__(self, name: str, states: tuple[str, str], parameters: tuple[str, str],
                  tensors: tuple[str, ...]) -> None:
         self.name, self.states, self.names, self.tensors = name, states, parameters, tensors
@@ -329,8 +307,7 @@ ODD = [Named("taken", ("expf", "max"), ("threadIdx", "half"), ("ecornn_sigmoid_f
 
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
 def test_source_has_the_names_of_the_step(schedule: str):
-    task = task_of("lstm", SHAPES[4], "bfloat16")
-    made = all_schedules()[schedule]
+    task, made = task_of("lstm", SHAPES[4], "bfloat16"), all_schedules()[schedule]
     source = lower(made.program(task, made.plan(task, made.default(task))), TINY.arch)[1]
     kernels = source[source.index('extern "C"'):]
     assert {"gate__5", "cell__0", "state__0"} <= set(re.findall(r"float (\w+) = ", kernels))
@@ -338,7 +315,6 @@ def test_source_has_the_names_of_the_step(schedule: str):
 
 
 def test_the_code_in_the_docs_is_what_is_generated():
-    """The same lines for any sizes, where four warps share a product."""
     text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
     shown = text.split("```c\n")[1].split("```")[0].splitlines()
     made, task = all_schedules()["persistent"], task_of("lstm", SHAPES[4], "bfloat16")
@@ -352,8 +328,7 @@ def test_names_of_a_cell_mean_nothing_else(tmp_path, cell: Named, schedule: str)
     made, sizes = all_schedules()[schedule], (3, 2, 16, 16)
     found = []
     for one in (PLAIN, cell):
-        graph = analyse(one, sizes[2], sizes[3])
-        task = Task(Workload(one.name, *sizes[::-1], "float16"), graph, TINY)
+        task = Task(Workload(one.name, *sizes[::-1], "float16"), analyse(one, sizes[2], sizes[3]), TINY)
         program = made.program(task, made.plan(task, made.default(task)))
         compile_cubin(lower(program, TINY.arch)[1], TINY.arch)
         x, states, weights = inputs("plain", sizes, "float16", analyse(PLAIN, *sizes[2:]).parameters, PLAIN.states)

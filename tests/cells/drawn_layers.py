@@ -1,7 +1,5 @@
 """Layers of cells that have a ``formula``, with random arguments, and what comes of these in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 import step_cells
 from cpu_training_sample import Call
 from cuda_on_cpu import DTYPES, Emulated
-from emulated_training import train_call
+from emulated import train_call
 
 from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
@@ -18,21 +16,13 @@ from ecornn.program import Program
 
 
 class Drawn:
-    """Arguments, with values of ``dtype``; gradients are by the adjoint, which tests hold against differences.
-
-    sizes : T, B, I, H
-    scale : of parameters
-    least : of the values of x and of sequences beside it; the most is 1
-    ends : whether last states have gradients
-    """
+    """Arguments of ``sizes`` T, B, I, H; x and sequences from ``least`` to 1; ``ends``: last states have gradients."""
 
     def __init__(self, cell: Any, sizes: tuple[int, int, int, int], dtype: str = "float64", scale: float = 0.25,
                  least: float = -1.0, ends: bool = True) -> None:
         (T, B, I, H), rng, self.cell = sizes, np.random.default_rng(4), cell
-
         def drawn(*shape: int, low: float = -1.0) -> Any:
             return rng.uniform(low, 1, shape).astype(DTYPES.get(dtype, dtype)).astype(np.float64)
-
         self.names, self.width, self.hidden = cell.output_names(), cell.row_width(I, H), H
         self.x, self.dy = drawn(T, B, self.width, low=least), drawn(T, B, len(self.names) * H)
         self.first, self.dlast = [drawn(B, H) for _ in cell.states], [drawn(B, H) * ends for _ in cell.states]
@@ -41,39 +31,32 @@ class Drawn:
         self.y, self.last = self.run()
 
     def run(self, **moved: Any) -> tuple[Any, list[Any]]:
-        """y and the last states, where x and parameters are others."""
         first = dict(zip(self.cell.states, self.first, strict=True))
         y, last = step_cells.run(self.cell, moved.pop("x", self.x), first, {**self.parameters, **moved})
         return y, [last[n] for n in self.cell.states]
 
     def loss(self, **moved: Any) -> float:
-        """The names of the arrays whose gradients :meth:`gradients` gives."""
         y, last = self.run(**moved)
         return float(sum((v * d).sum() for v, d in zip((y, *last), (self.dy, *self.dlast), strict=True)))
 
     def gradients(self, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-        """The gradients of x, of parameters and of first states."""
         made = adjoint(analyse(self.cell, self.width, self.hidden), self.hidden)
         return backpropagate(made, self.x, self.parameters, self.first, self.dy, self.dlast, **options)
 
     def wanted(self) -> dict[str, Any]:
-        """What a training step makes, by the names of buffers."""
         dx, parameters, states = self.gradients()
         return {"y": self.y, "dx": dx, **{f"gradient_{n}": v for n, v in parameters.items()},
                 **{f"d{n}_in": v for n, v in zip(self.cell.states, states, strict=True)}}
 
     def train(self, program: Program, folder: Path) -> dict[str, Any]:
-        """A training step, emulated."""
         call = Call(self.x, self.first, self.dy, self.dlast, self.parameters)
         return train_call(Emulated(program, folder), self.cell.states, call)
 
     def check_call(self, y: Any, last: Any, limit: float) -> None:
-        """A layer's results; of several outputs these are by name."""
         y = np.concatenate([*y.values()], axis=2) if isinstance(y, dict) else y
         assert all(abs(a - b).max() < limit for a, b in zip((y, *last), (self.y, *self.last), strict=True))
 
     def check_backward(self, found: Any, limit: float) -> None:
-        """What a layer's ``backward`` made: the gradients of x itself, of first states and of weights."""
         dx, parameters, states = self.gradients()
         assert abs(found.x - dx[..., :found.x.shape[-1]]).max() < limit
         assert all(abs(a - b).max() < limit for a, b in zip(found.state, states, strict=True))

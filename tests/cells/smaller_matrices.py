@@ -1,7 +1,5 @@
 """Cells whose matrices are smaller than H x H, of heads or narrow ones, with their formulas; and random arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +17,7 @@ Parameters = dict[str, Any]
 
 
 class BlockRNN(Formula):
-    """A GRU-like cell of products with heads: of a state, and of a gated state in a second exchange; and, if ``whole``,
-    a product without heads of the same state."""
+    """A GRU-like cell of products with heads in two exchanges; if ``whole``, beside a product without heads."""
 
     def __init__(self, heads: int, whole: bool = False) -> None:
         self.heads, self.whole = heads, whole
@@ -46,8 +43,7 @@ class BlockRNN(Formula):
 
 
 class LowRank(Formula):
-    """A gated unit whose recurrent matrices are U f(V h), of ``rank`` values with a bias; if ``whole`` beside a whole
-    matrix, in sums with both."""
+    """A gated unit whose recurrent matrices are U f(V h), of ``rank`` values; if ``whole`` beside a whole matrix."""
 
     def __init__(self, rank: int, whole: bool = False) -> None:
         self.rank, self.whole, self.name, self.states = rank, whole, f"low_rank_{rank}{'_whole' * whole}", ("h",)
@@ -92,8 +88,7 @@ class NarrowInput(LowRank):
 
 
 class Projected(Formula):
-    """An LSTM whose gates see a projection r (P) of its output (Sak et al. 2014, arXiv 1402.1128); its state is what is
-    projected."""
+    """An LSTM whose gates see a projection r (P) of its output (Sak et al. 2014, arXiv 1402.1128)."""
 
     name, states, width = "lstm_projected", ("m", "c"), 3
 
@@ -115,12 +110,9 @@ class Projected(Formula):
 
 
 def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, Parameters, list[Any]]:
-    """x, parameters in te shape and first states: values of float16 in float32; states behind the first are zero."""
     rng = np.random.default_rng(0)
-
     def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
         return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
-
     parameters = {n: values(s, 2 * s[-1] ** -0.5) for n, s in cell.parameters(I, hidden).items()}
     zeros = [np.zeros((batch, hidden), np.float32)] * (len(cell.states) - 1)
     return values((T, batch, I)), parameters, [values((batch, hidden)), *zeros]

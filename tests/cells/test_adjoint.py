@@ -1,7 +1,4 @@
-"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch:
-test_operators.py has differences, of each operator, and test_reference.py and test_cpu_training.py of layers."""
-
-from __future__ import annotations
+"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +33,6 @@ Step = Callable[[Any, list[Any], dict[str, Any]], list[Any]]
 
 
 def cell_of(name: str | Cell) -> Cell:
-    """The cell of that name; one that has a ``formula`` of its own may be passed itself."""
     return name if isinstance(name, Cell) else OF_STEP.get(name) or get(name)
 
 
@@ -45,7 +41,6 @@ def width(name: str) -> int:
 
 
 def formula(name: str | Cell) -> Step:
-    """The cell's step in NumPy, apart from its te graph."""
     cell: Any = cell_of(name)
     if name in OF_STEP or cell is name:
         return lambda x, states, p: list(cell.formula(x, dict(zip(cell.states, states, strict=True)), p)[0].values())
@@ -64,8 +59,6 @@ def adjoint_of(name: str) -> Adjoint:
 
 
 class Sample(Call):
-    """Random arguments of a cell; gradients of its y and final states."""
-
     def __init__(self, name: str, seed: int = 0) -> None:
         rng, graph = np.random.default_rng(seed), graph_of(name)
         x = rng.normal(size=(T, B, width(name)))

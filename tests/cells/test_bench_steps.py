@@ -1,7 +1,5 @@
 """Te steps as Python that calls PyTorch, and loops over them: against NumPy, which carries out the same graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ PUBLISHED = [pytest.param(cell, id=name, marks=() if name in USUAL else pytest.m
 
 
 def run(cell: Cell, width: int, hidden: int, batch: int) -> tuple[Any, Any]:
-    """The states after three steps, by PyTorch and by NumPy."""
     rng = np.random.default_rng(0)
     p = {n: np.asarray(cell.sample(n, s, rng), np.float64) for n, s in cell.parameters(width, hidden).items()}
     x = rng.uniform(0.05, 1, (3, batch, cell.row_width(width, hidden)))
@@ -80,8 +77,7 @@ def step(x, states, prepared):
 @pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
 def test_a_loop_goes_through_stacks_and_has_their_gradients(cell: str):
     work, stack = Workload(cell, 6, 5, 3, 4), Stack(layers=2, bidirectional=True)
-    rng = np.random.default_rng(0)
-    weights = random_weights(cell, 5, 6, layers=2, directions=2)
+    rng, weights = np.random.default_rng(0), random_weights(cell, 5, 6, layers=2, directions=2)
     x, dy = rng.standard_normal((4, 3, 5)), rng.standard_normal((4, 3, 12))
     loop = StepLoop(get(cell), work, stack, 3, "llvm", "float64")
     parameters, rows = loop.tensors(weights), torch.tensor(x, requires_grad=True)
@@ -98,7 +94,6 @@ def test_what_pytorch_has_nothing_for_is_said():
     def step(x: Any, h: Any, p: Any) -> Any:
         wx = product(x, p["W"], 0)
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + tirx.popcount(tirx.Cast("int32", h[b, j]))), h)]
-
     with pytest.raises(CellError, match="popcount"):
         torch_step(step_cells.Given(step, lambda input, hidden: {"W": (1, hidden, input)}), 4, 4, 2)
 

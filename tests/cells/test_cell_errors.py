@@ -1,7 +1,5 @@
 """Errors in a user's cell point at the user's line."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -33,13 +31,11 @@ def faulty(step: Any) -> Given:
 
 
 def over(size: int, value: Any, reduce: Any = te.sum, **options: Any) -> Any:
-    """The reduction of ``value(k)``."""
     k = te.reduce_axis((0, size), "k")
     return reduce(value(k), axis=k, **options)
 
 
 def less(h: Any, number: Any, row: Any = lambda b: b) -> Any:
-    """A step that takes a number of each row off."""
     return [pointwise(lambda b, j: h[b, j] - number[row(b)], h)]
 
 
@@ -170,7 +166,6 @@ def test_a_state_that_is_no_tensor():
 def test_a_profiler_that_was_there_stays():
     def profiler(*_: Any) -> None:
         pass
-
     sys.setprofile(profiler)
     try:
         analyse(get("lstm"), 4, 6)
@@ -195,11 +190,9 @@ def test_a_program_that_is_profiled_compiles_and_is_profiled_on():
 
 
 def computed(value: Any) -> Any:
-    """A step whose new state is ``value(W x + R h + b, b, j)``."""
     def step(x: Any, h: Any, p: Any) -> Any:
         wx, rh, v = product(x, p["W"], 0), product(h, p["R"], 0), p["b"]
         return [pointwise(lambda b, j: value(wx[b, j] + rh[b, j] + v[0, j], b, j), h)]  # here
-
     return step
 
 
@@ -241,12 +234,10 @@ def test_a_function_of_a_unit_may_have_default_arguments():
     def step(x: Any, h: Any, p: Any) -> Any:
         made = product(h, p["R"], 0)
         return [pointwise(lambda b, j, made=made: te.tanh(made[b, j]), h)]
-
     assert len(analyse(faulty(step), 4, 6).phases) == 1
 
 
 def test_a_cell_with_heads_has_an_identity():
-    """Its parameters() takes multiples of 8 alone."""
     def parameters(input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         if hidden % 8:
             raise ValueError("H must be a multiple of 8")
@@ -264,8 +255,6 @@ def test_a_cell_with_heads_has_an_identity():
 
 
 class Unread(Cell):
-    """The second gate of W is read twice, as after copying a line; g is not read at all."""
-
     name, states = "unread", ("h",)
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -298,7 +287,6 @@ def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
     def cell(most: int) -> Cell:
         return faulty(lambda x, h, p: [product(h if h.shape[1] < most else pointwise(
             lambda b, j: te.tanh(h[b, j]), h), p["R"], 0)])
-
     plain, same, wide, wider = (cell(most).identity() for most in (1 << 30, 1 << 29, 1000, 3000))
     assert plain == same and len({plain, wide, wider}) == 3
 
@@ -310,9 +298,7 @@ def in_one_expression(depth: int) -> Any:
             for _ in range(depth):
                 made = te.tanh(made)
             return made
-
         return [pointwise(value, h)]
-
     return step
 
 
@@ -321,7 +307,6 @@ def in_tensors(depth: int) -> Any:
         for _ in range(depth):
             h = pointwise(lambda b, j, h=h: te.tanh(h[b, j]), h)
         return [h]
-
     return step
 
 

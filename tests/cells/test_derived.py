@@ -1,7 +1,5 @@
 """Parameters that a cell computes of others: of NumPy's, PyTorch's and JAX's arrays, bound, called and trained."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -24,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_host_code")
 
 
 class Computed(Cell):
-    """An antisymmetric matrix and its transpose's other half, one of rank 2, one of unit rows, a decay between 0 and 1,
-    and one gain for all units."""
+    """An antisymmetric matrix, one of rank 2, one of unit rows, a decay between 0 and 1, and one gain for all units."""
 
     name, states = "computed", ("h",)
 
@@ -50,7 +47,6 @@ class Computed(Cell):
 
 
 def formula(x: Any, h: Any, p: dict[str, Any]) -> Any:
-    """y (T, B, H) in PyTorch, of what is learned, by the names and shapes that a layer has it in."""
     p, y = {name.removesuffix("_l0"): value for name, value in p.items()}, []
     unit, decay = p["N"] / p["N"].norm(dim=1, keepdim=True), torch.exp(-torch.exp(p["log_tau"]))
     for row in x:
@@ -62,7 +58,6 @@ def formula(x: Any, h: Any, p: dict[str, Any]) -> Any:
 
 
 def drawn(seed: int = 0) -> tuple[dict[str, Any], Any, Any]:
-    """What is learned, x and the first state, float64."""
     rng = np.random.default_rng(seed)
     learned = {f"{n}_l0": rng.uniform(-0.5, 0.5, (s[0] * s[1], *s[2:])) for n, s in Computed().learned(I, H).items()}
     return learned, rng.uniform(-1, 1, (T, B, I)), rng.uniform(-1, 1, (B, H))
@@ -77,7 +72,6 @@ def layer(**options: Any) -> Any:
 
 
 def test_numpy():
-    """Of weights by name, those of the step; a module and the reference are of these."""
     learned, x, h = drawn()
     weights = derive(Computed(), learned, I, H)
     assert {n: w.shape for n, w in weights.items()} == {"W_l0": (H, I), "R_l0": (4 * H, H), "decay_l0": (H,),
@@ -90,7 +84,6 @@ def test_numpy():
 
 
 def test_gradients_reach_what_is_learned(one_thread):
-    """A layer's parameters are what is learned; gradients add up over backward passes, as PyTorch's."""
     learned, x, h = (drawn()[0], *(torch.from_numpy(v) for v in drawn()[1:]))
     ours, theirs = layer(), {n: torch.from_numpy(w).requires_grad_() for n, w in learned.items()}
     assert {n for n, _ in ours.named_parameters()} == {*learned}
@@ -105,10 +98,8 @@ def test_gradients_reach_what_is_learned(one_thread):
 
 
 def test_what_is_computed_is_kept_until_it_changes(one_thread):
-    """Calls without gradients compute weights once; then again after a step, a write that counts no version, rebind(),
-    and within functional_call()."""
+    """Once without gradients; again after a step, a write that counts no version, rebind(), functional_call()."""
     x, made = torch.from_numpy(drawn()[1]), layer()
-
     def right() -> list[torch.Tensor]:
         with torch.no_grad():
             y, _ = made(x)
@@ -142,12 +133,9 @@ def test_what_is_computed_is_kept_until_it_changes(one_thread):
 
 
 def test_stacks_and_copies(one_thread):
-    """Two layers, both directions: names of each, and a copy that goes its own way."""
-    made = layer(num_layers=2, bidirectional=True)
-    x = torch.from_numpy(drawn()[1])
+    made, x = layer(num_layers=2, bidirectional=True), torch.from_numpy(drawn()[1])
     with torch.no_grad():
-        weights = derive("lstm", {"a": 1}, I, H)
-        assert weights == {"a": 1}, "cells that compute nothing"
+        assert derive("lstm", {"a": 1}, I, H) == {"a": 1}, "cells that compute nothing"
         own = {n: p.detach().numpy() for n, p in made.named_parameters()}
         y, _ = ecornn.reference(Computed(), x.numpy(), derive(Computed(), own, I, H))
         torch.testing.assert_close(made(x)[0], torch.from_numpy(y), rtol=1e-12, atol=1e-12)
@@ -158,7 +146,6 @@ def test_stacks_and_copies(one_thread):
 
 
 def test_exported(one_thread):
-    """A program computes them itself."""
     made, x = layer().eval(), torch.from_numpy(drawn()[1])
     program = torch.export.export(made, (x,)).module()
     with torch.no_grad():
@@ -168,17 +155,14 @@ def test_exported(one_thread):
 def test_of_jax():
     jax = pytest.importorskip("jax")
     learned = {n: jax.numpy.asarray(w, "float32") for n, w in drawn()[0].items()}
-
     def first(learned: Any) -> Any:
         return derive(Computed(), learned, I, H)["R_l0"][0, 1]
-
     slope = jax.grad(first)(learned)["A_l0"]
     assert (float(slope[0, 1]), float(slope[1, 0])) == (1.0, -1.0)
 
 
 def test_random_ones_are_those_of_what_is_learned():
-    work = Workload(Computed().identity(), H, I, B, T)
-    given = oracle.draw(Computed(), work, np.random.default_rng(0))
+    given = oracle.draw(Computed(), Workload(Computed().identity(), H, I, B, T), np.random.default_rng(0))
     across, unit = given.shaped["R"][0], given.shaped["R"][3]
     assert np.array_equal(across, -across.T)
     np.testing.assert_allclose(np.square(unit).sum(1), 1.0, rtol=1e-6)
@@ -210,10 +194,8 @@ def test_what_is_wrong_with_weights_is_said():
         derive(Computed(), learned | {"U_l0": np.zeros((2, 8))}, I, H)
     with pytest.raises(WeightsError, match=r"weights\['W_l1'\]: missing; .*; given are .*, A_l2"):
         derive(Computed(), learned | {"A_l2": np.zeros((8, 8))}, I, H)
-
     class Flat(Computed):
         def learned(self, input, hidden):
             return {"a": (hidden,)}
-
     with pytest.raises(CellError, match=r"learned\(\) gives 'a' the shape \(8,\); expected two axes or three"):
         ecornn.torch.Recurrent(Flat(), I, H)

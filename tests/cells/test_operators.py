@@ -1,7 +1,5 @@
 """The table of scalar operators: values and derivatives, and that every schedule can write each of them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,7 +47,6 @@ CALLS = [key for key, row in OPERATORS.items() if not row.fields]
 
 
 def expression(key: str, *operands: Any) -> Any:
-    """The operator on TVM scalars."""
     if key in ("Select", "if_then_else"):
         return (tirx.Select if key == "Select" else tirx.if_then_else)(operands[0] > 0.0, *operands[1:])
     if key == "Cast":
@@ -135,10 +132,7 @@ def test_functions_of_schedules_are_of_the_table():
 
 
 class Calls(Cell):
-    """A state for each function: new state n is function n of x, within its bounds.
-
-    With x a multiple of 1/1024 in [0, 1), the product and the sum that bring it there are exact in float32.
-    """
+    """New state n is function n of x, within its bounds; x is a multiple of 1/1024, so that float32 is exact before."""
 
     name, states = "calls", tuple(f"s{n}" for n in range(len(CALLS)))
 
@@ -148,18 +142,14 @@ class Calls(Cell):
     def step(self, x: Any, states: Any, p: Any) -> Any:
         def new(key: str, state: Any) -> Any:
             low, high = WITHIN.get(key, (-2, 2))
-
             def value(b: Any, j: Any) -> Any:
                 operand = x[b, j] * float(high - low) + float(low)
                 return expression(key, *[operand] * arity(key)) + state[b, j] * 0.0
-
             return pointwise(value, x)
-
         return [new(key, state) for key, state in zip(CALLS, states, strict=True)]
 
 
 def values(x: Any) -> Iterator[Any]:
-    """The new states of :class:`Calls` by the table's own functions."""
     for key in CALLS:
         low, high = WITHIN.get(key, (-2, 2))
         operand = x * (high - low) + low
@@ -168,7 +158,6 @@ def values(x: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_cpus_compute_every_function(dtype: str):
-    """In float64 to as many units in the last place."""
     layer = ecornn.compile(Calls(), hidden=16, input=16, batch=3, dtype=dtype, target="cpu").bind({})
     x = np.random.default_rng(0).integers(0, 1024, (1, 3, 16)).astype(dtype) / 1024
     _, states = layer(x)
@@ -179,7 +168,6 @@ def test_cpus_compute_every_function(dtype: str):
 
 
 def test_the_reference_computes_every_function():
-    """Which candidates of the tuner are checked against."""
     x = np.random.default_rng(0).integers(1, 1024, (1, 3, 16)) / 1024
     _, states = ecornn.reference(Calls(), x, {}, [np.zeros((3, 16))] * len(CALLS))
     for key, got, expected in zip(CALLS, states, values(x[0]), strict=True):

@@ -1,11 +1,6 @@
-"""Cells beside the built-in ones: with sequences beside x, outputs that are no states, maxima and softmaxes over units,
-groups of them and what is narrower, and products of what depends on x and on a state: every schedule, gradients, the
-reference; what is refused.
+"""Cells beside the built-in ones: every schedule, gradients, the reference; what is refused.
 
-Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
-"""
-
-from __future__ import annotations
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_layers import Drawn
-from emulated import check_numbers, known_by_name, training_program
-from emulated_training import check
+from emulated import check, check_numbers, known_by_name, training_program
 from exact import ALL_CELLS
 from msgspec import structs
 from other_cells import INPUTS, MAXIMA, OUTPUTS
@@ -93,9 +87,7 @@ def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal
     ("grouped", 40, "float16", {"carrier": "cluster", "units": 16}, ALONE),
     ("chunks", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH),
     ("lru", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH)], ids=str)
-def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype: str, change: dict[str, Any],
-                                  traversal: Traversal):
-    """A maximum beside two means in one exchange; lanes and parts that have no value; groups across blocks."""
+def test_exchanged_between_blocks(tmp_path, cell, hidden, dtype, change, traversal):
     task = replace(task_of(cell, dtype, traversal, hidden), device=structs.replace(SMALL, cores=15))
     config = cut(task, fences="rare", **change)
     wanted = {"peaks": (3, 1, 1, 1), "grouped": (2, 2, 2, 2), "chunks": (1, 1, 2, 1)}
@@ -107,8 +99,7 @@ def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype:
 def test_the_analysis_and_its_gradients(name: str):
     """Against differences of the formula, whatever is kept; what the tuner checks with against that, too."""
     drawn, rng, limit = drawn_of(name), np.random.default_rng(1), 1e-7 if name in MAXIMA else 1e-13
-    graph = analyse(drawn.cell, drawn.width, H)
-    drawn.check_call(*run_analysed(graph, drawn.x, drawn.parameters, drawn.first), limit)
+    drawn.check_call(*run_analysed(analyse(drawn.cell, drawn.width, H), drawn.x, drawn.parameters, drawn.first), limit)
     drawn.check_call(*interpret(drawn.cell, drawn.x, drawn.parameters, drawn.first), limit)
     for keep in ("gates", "states"):
         dx, parameters, _ = drawn.gradients(keep=keep)
@@ -139,8 +130,7 @@ def test_a_training_step_on_this_cpu(name: str, limit: float, of_gradients: floa
     ("peaks", "float32", "states"), ("peaks", "bfloat16", "gates"), ("grouped", "float32", "gates"),
     pytest.param("chunks", "float32", "states", marks=pytest.mark.exhaustive)])
 def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: str):
-    """Emulated. dx has the gradients of sequences behind that of x; rows of y and of its gradient have all outputs.
-    Where values have 16 bits another one may be the largest."""
+    """Gradients of sequences lie behind that of x. Where values have 16 bits another one may be the largest."""
     drawn = drawn_of(name, dtype)
     schedule = all_schedules()["elementwise" if name in ("gap", "split") else "persistent"]
     program = training_program(schedule, task_of(name, dtype, Traversal(keep=keep)))
@@ -152,11 +142,9 @@ def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: s
 
 
 def test_equal_values_share_the_gradient():
-    """As those of PyTorch's amax do; each unit becomes the largest one."""
     def step(x: Any, h: Any, p: Any) -> Any:
         top = largest(h)
         return [pointwise(lambda b, j: h[b, j] * 0.5 + top[b] * x[b, j], h)]
-
     h = np.array([[2.0, -1.0, 2.0, 1.0], [-3.0, -3.0, -3.0, -3.0]])
     x, d = np.random.default_rng(0).normal(size=(1, 2, 4)), np.arange(8.0).reshape(2, 4)
     first = torch.tensor(h, requires_grad=True)
@@ -166,7 +154,6 @@ def test_equal_values_share_the_gradient():
 
 
 def test_mean_and_variance_of_groups_are_one_exchange():
-    """As they are of all units; of groups, and of narrow values."""
     for name, phase in ("grouped", 0), ("chunks", 1):
         graph = task_of(name, "float32").graph
         assert [s.squares is not None and s.units is not None for s in graph.phases[phase].statistics] == (
@@ -175,7 +162,6 @@ def test_mean_and_variance_of_groups_are_one_exchange():
 
 
 def test_how_it_is_understood():
-    """A softmax: a maximum, and a sum that waits for it; backwards its maximum has no exchange."""
     task = task_of("attending", "float32")
     text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
     assert "exchange 1: units find the largest of scores" in text and "exchange 2: units add up seen" not in text
@@ -205,14 +191,12 @@ def test_cells_that_are_wrong_are_told_so(step: Any, says: str):
 
 
 def of_four(h: Any, at: Any, count: int = 3, size: int = 4) -> Any:
-    """Each unit less what it reads of maxima of ``count`` groups of ``size``."""
     k = te.reduce_axis((0, size), "k")
     most = te.compute((h.shape[0], count), lambda b, g: te.max(h[b, g * size + k], axis=k), name="most")
     return pointwise(lambda b, j: h[b, j] - most[b, at(j)], h)
 
 
 def beside(h: Any) -> Any:
-    """Of a group a unit that is not its own."""
     k = te.reduce_axis((0, 4), "k")
     return te.compute(h.shape, lambda b, j: te.max(h[b, j // 4 * 4 + k] - h[b, j], axis=k), name="apart")
 
@@ -234,7 +218,6 @@ def test_what_is_wrong_of_groups_is_said(step: Any, says: str):
 
 
 def test_very_many_groups():
-    """Of each of them a statistic is written out, and lanes of a row send two of these each."""
     many = Given(lambda x, h, p: [softmax(product(h, p["R"], 0), groups=int(h.shape[1]) // 2)],
                  lambda input, hidden: {"R": (1, hidden, hidden)}, name="many")
     with pytest.raises(CellError, match="has 65 groups; 64 are the most"):
@@ -249,7 +232,6 @@ def test_very_many_groups():
     ("lru", "persistent_wide", "bfloat16", Traversal(False, 1, True, True)),
     ("scrn", "layout_transform", "float32", Traversal(False, 1, True, True))], ids=str)
 def test_adjoints_of_late_operands(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal: Traversal):
-    """Whose first product is of the gradient of y, which each step reads, and of gradients of states."""
     check_recurrence(tmp_path, all_schedules()[schedule], task_of(cell, dtype, traversal))
 
 
@@ -262,7 +244,6 @@ def test_training_of_late_operands_compiles_for_a_gpu(name: str):
 
 @pytest.mark.parametrize("schedule", ["persistent", "persistent_wide"])
 def test_registers_suffice_for_late_operands(schedule: str):
-    """Inputs of two steps are kept: nothing spills."""
     task = emulated.task_of("lru", (300, 64, 512, 1024), "bfloat16", KNOWN["sm_90a"], Traversal(lengths=True))
     found = all_schedules()[schedule]
     assert found.serves(task) is None
@@ -272,8 +253,6 @@ def test_registers_suffice_for_late_operands(schedule: str):
 
 
 class Normalized(Formula):
-    """The late operand takes statistics of x."""
-
     name, states, shapes = "normalized", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def step(self, x, states, p):

@@ -1,10 +1,6 @@
-"""Outputs that are no states, several of them, and sequences beside x: what follows the loop, calls of NumPy and
-PyTorch with gradients; what is refused.
+"""Outputs that are no states, and sequences beside x: what follows the loop, gradients, what is refused.
 
-Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
-"""
-
-from __future__ import annotations
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,6 +14,7 @@ import torch
 from drawn_layers import Drawn
 from emulated import check_numbers
 from msgspec import structs
+from refusals import refused
 from step_cells import Given
 from test_other_cells import BOTH, CELLS, B, H, I, T, drawn_of, known, task_of  # noqa: F401
 
@@ -43,8 +40,6 @@ def trained(name: str) -> Any:
 
 
 class Loop:
-    """A schedule of a layer of which it has the loop."""
-
     def __init__(self, schedule: Any, task: Task) -> None:
         self.schedule, self.task = schedule, task
 
@@ -63,8 +58,7 @@ class Loop:
     ("read", "fused_step", "float32", Traversal(lengths=True)), ("mixed", "elementwise", "float32", BOTH),
     ("mixed", "elementwise", "float16", Traversal(resets=True)), ("many", "persistent", "bfloat16", BOTH),
     ("shown", "persistent", "float16", Traversal(sequences=True))], ids=str)
-def test_what_only_outputs_need_follows_the_loop(tmp_path: Path, cell: str, schedule: str, dtype: str,
-                                                 traversal: Traversal):
+def test_what_only_outputs_need_follows_the_loop(tmp_path, cell, schedule, dtype, traversal):
     whole, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
     task = read_out_task(whole)
     assert task.after is not None and found.serves(task) is None
@@ -74,7 +68,6 @@ def test_what_only_outputs_need_follows_the_loop(tmp_path: Path, cell: str, sche
 
 
 def test_what_has_no_read_out():
-    """A cell whose outputs need nothing more; layers that train, and rounded weights, have one loop."""
     assert read_out_task(task_of("split", "float32")).after is None
     assert read_out_task(task_of("read", "float32", Traversal(keep="states"))).after is None
     task = task_of("read", "float32")
@@ -86,11 +79,9 @@ def test_what_has_no_read_out():
     ("mixed", 1, {"bidirectional": True, "lengths": True}), ("read", B, {"lengths": True}),
     ("many", 1, {"reverse": True})], ids=str)
 def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, options: dict[str, bool]):
-    """Of more steps than a chunk has, by several threads."""
     drawn, steps = drawn_of(cell), 2 * T + 1
     module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=batch, seq=2, dtype="float64", target="cpu", **options)
-    assert module.manifest.config["chunk"] == 2
-    assert any(b.name.endswith("left_0") for b in module.manifest.buffers)
+    assert module.manifest.config["chunk"] == 2 and any(b.name.endswith("left_0") for b in module.manifest.buffers)
     rng, both = np.random.default_rng(7), options.get("bidirectional", False)
     x, ends = rng.uniform(-1, 1, (steps, batch, I)), np.array([9, steps, 0, 5])[:batch]
     weights = {p.name: rng.uniform(-0.25, 0.25, p.shape) for p in module.manifest.parameters}
@@ -108,7 +99,6 @@ def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, opti
 
 
 def test_help_while_writing():
-    """The reference, the analysed step as text, and the check of a cell."""
     drawn = drawn_of("many")
     y, last = ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first)
     assert [*y] == ["read", "h", "z", "seen"]
@@ -121,12 +111,10 @@ def test_help_while_writing():
                                                                             "of x and inputs:"]):
         task = task_of(name, "float32")
         text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
-        assert all(part in text for part in words)
-        assert Checks(CELLS[name], I, H, 2).derivative().result == RIGHT
+        assert all(part in text for part in words) and Checks(CELLS[name], I, H, 2).derivative().result == RIGHT
 
 
 def test_candidates_are_checked_with_what_a_cell_says(tmp_path: Path):
-    """Values of a time that goes on; answers of the whole rows."""
     cell, path = CELLS["gap"], tmp_path / "answers.npz"
     write(path, cell, Workload(cell.identity(), H, cell.row_width(I, H), B, T), seed=0)
     with np.load(path, allow_pickle=False) as found:
@@ -168,14 +156,12 @@ def test_what_is_no_output_is_refused():
     for dy, kind, words in wrong:
         with pytest.raises(kind, match=words):
             layer.backward(layer.forward(drawn.x)[2], dy)
-    with pytest.raises(ShapeError, match=r"\(6, 4, 88\): \(T, B, D\*O\*H\)"):
-        layer(drawn.x, out=np.empty((T, B, H)))
+    refused(ShapeError, r"\(6, 4, 88\): \(T, B, D\*O\*H\)", layer, drawn.x, out=np.empty((T, B, H)))
     with pytest.raises(ArgumentError, match="outputs read, h, z, seen, of which nobody can say what the next layer"):
         ecornn.compile(CELLS["many"], hidden=H, layers=2, target="cpu")
 
 
 def parts(drawn: Drawn) -> tuple[Any, dict[str, Any]]:
-    """x itself, and the sequences beside it."""
     beside = np.split(drawn.x[..., I:], len(drawn.cell.inputs), axis=-1)
     return drawn.x[..., :I], dict(zip(drawn.cell.inputs, beside, strict=True))
 
@@ -202,8 +188,7 @@ def test_one_value_for_all_units():
     drawn = drawn_of("masked")
     layer, (x, inputs) = trained("masked").bind(drawn.weights), parts(drawn)
     shared = {"scale": inputs["scale"][..., 0], "m": inputs["m"][..., :1]}  # (T, B) and (T, B, 1)
-    whole = {n: np.repeat(v.reshape(T, B, 1), H, axis=2) for n, v in shared.items()}
-    results = []
+    whole, results = {n: np.repeat(v.reshape(T, B, 1), H, axis=2) for n, v in shared.items()}, []
     for given in (shared, whole):
         y, _, kept = layer.forward(x, inputs=given)
         results.append((y, layer.backward(kept, drawn.dy)))
@@ -224,10 +209,8 @@ def test_what_is_no_input_is_refused():
         ({"inputs": {**inputs, "m": inputs["m"].astype("float32")}}, ArgumentError, "float64 on cpu, as x"),
         ({"inputs": {**inputs, "m": None}}, ArgumentError, "a NumPy array, as x is")]
     for options, kind, words in wrong:
-        with pytest.raises(kind, match=words):
-            layer(x, **options)
-        with pytest.raises(kind, match=words):
-            layer.forward(x, **options)
+        refused(kind, words, layer, x, **options)
+        refused(kind, words, layer.forward, x, **options)
     plain = ecornn.compile("rnn_tanh", hidden=6, input=4, batch=B, target="cpu")
     bound = plain.bind({p.name: np.zeros(p.shape, np.float32) for p in plain.manifest.parameters})
     with pytest.raises(ArgumentError, match="the cell rnn_tanh has no inputs beside x"):
@@ -237,13 +220,10 @@ def test_what_is_no_input_is_refused():
 
 
 def test_a_layer_of_pytorch_with_outputs():
-    """Both directions, with gradients by autograd; packed sequences; a call like an earlier one."""
-    cell = CELLS["split"]
-    layer = Recurrent(cell, I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
+    layer = Recurrent(CELLS["split"], I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
     x = torch.randn(B, T, I, dtype=torch.float64, requires_grad=True)
     y, h = layer(x)
     assert [*y] == ["low", "high"] and h.shape == (2, B, H)
-
     def one(end: str, flip: Any) -> tuple[Any, Any]:
         W, v = (getattr(layer, f"{n}_l0{end}") for n in ("W", "v"))
         state, low, high = torch.zeros(B, H, dtype=torch.float64), [], []
@@ -271,7 +251,6 @@ def test_a_layer_of_pytorch_with_outputs():
 
 
 def test_a_layer_of_pytorch_with_inputs():
-    """Gradients of the sequences, too; both directions read them."""
     drawn = drawn_of("masked")
     layer = Recurrent(CELLS["masked"], I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
     x, inputs = parts(drawn)
@@ -280,7 +259,6 @@ def test_a_layer_of_pytorch_with_inputs():
     scale = torch.from_numpy(inputs["scale"]).transpose(0, 1).requires_grad_()
     y, h = layer(x, inputs={"scale": scale, "m": m})
     assert y.shape == (B, T, 2 * H) and h.shape == (2, B, H)
-
     def one(end: str, flip: Any) -> Any:
         W, R, b = (getattr(layer, f"{n}_l0{end}") for n in ("W", "R", "b"))
         state, found = torch.zeros(B, H, dtype=torch.float64), []
@@ -292,22 +270,17 @@ def test_a_layer_of_pytorch_with_inputs():
 
     wanted = torch.cat([one("", list), one("_reverse", lambda v: list(reversed(v)))], dim=-1)
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
-    dy = torch.randn(y.shape, dtype=torch.float64)
-    given = [x, scale, m, *layer.parameters()]
+    dy, given = torch.randn(y.shape, dtype=torch.float64), [x, scale, m, *layer.parameters()]
     for got, exact in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(wanted, given, dy), strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
-    with pytest.raises(ArgumentError, match="tensors by name: scale, m"):
-        layer(x)
-    with pytest.raises(ShapeError, match="in place of the last"):
-        layer(x, inputs={"scale": scale, "m": scale[..., :3]})
+    refused(ArgumentError, "tensors by name: scale, m", layer, x)
+    refused(ShapeError, "in place of the last", layer, x, inputs={"scale": scale, "m": scale[..., :3]})
 
 
 def wrong(*more: Any, **attributes: Any) -> Given:
-    """A cell of 6 units that returns, behind its state, what each of ``more`` makes of x, h and parameters."""
     def step(x: Any, h: Any, p: Any) -> Any:
         wx, rh = product(x, p["W"], 0), product(h, p["R"], 0)
         return [pointwise(lambda b, j: wx[b, j] + rh[b, j], h), *(one(x, h, p) for one in more)]
-
     return Given(step, lambda input, hidden: {"W": (1, hidden, input), "R": (1, hidden, hidden)}, **attributes)
 
 
@@ -325,8 +298,7 @@ def wrong(*more: Any, **attributes: Any) -> Given:
     (wrong(inputs=("dt", "h")), "not all different"), (wrong(inputs="dt"), "expected a tuple of names"),
     (wrong(inputs=("d t",)), "the name of an input"), (wrong(inputs=("W",)), "has the name of an input")])
 def test_cells_that_are_wrong_are_told_so(cell: Given, says: str):
-    with pytest.raises(CellError, match=says):
-        analyse(cell, 30, 6)
+    refused(CellError, says, analyse, cell, 30, 6)
 
 
 def test_a_cell_whose_output_is_no_state():

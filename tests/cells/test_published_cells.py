@@ -1,7 +1,4 @@
-"""Published cells, each against a formula that was written apart from its te step: in float32 on the CPU, and emulated
-GPU code of some; and products of several operands that are only added up, which are one product."""
-
-from __future__ import annotations
+"""Published cells against formulas written apart: float32 on the CPU, and emulated; operands that are one product."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +8,7 @@ import numpy as np
 import pytest
 from cpu_training_sample import Call
 from cuda_on_cpu import Emulated
-from emulated import TINY
-from emulated_training import check
+from emulated import TINY, check
 from published import CELLS
 from published.base import Published
 from test_backward_emulated import LIMITS, Step
@@ -36,14 +32,12 @@ T, B, I = 5, 3, 5
 LIMIT = 1e-5  # relative; some roundings of float32
 # Each of these has the products and exchanges of another cell.
 LATER = {"lstm_1997", "lstm_slim3", "sublstm", "mgu2", "ligru", "mut1", "mut2", "caru", "fast_rnn", "mi_rnn", "ct_rnn",
-         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn",
-         "antisymmetric"}
+         "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn", "antisymmetric"}
 OWN_GRADIENTS = {"lru", "lif"}  # whose gradients with respect to a product are states of the backward pass
 GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
 
 def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any]]:
-    """x (T, B, I), parameters in te shape, and first states; values of float32."""
     rng, hidden = np.random.default_rng(seed), cell.hidden
     parameters, width = {}, hidden if cell.square else I
     for name, shape in cell.parameters(width, hidden).items():
@@ -56,7 +50,6 @@ def drawn(cell: Published, seed: int = 0) -> tuple[Any, dict[str, Any], list[Any
 
 
 def formula(cell: Published, x: Any, parameters: dict[str, Any], states: list[Any]) -> tuple[Any, list[Any]]:
-    """y and the last states by the cell's formula, in float64."""
     p, now, y = {n: v.astype(np.float64) for n, v in parameters.items()}, [s.astype(np.float64) for s in states], []
     for row in x.astype(np.float64):
         made = list(cell.numpy(row, *now, **p))
@@ -75,7 +68,6 @@ def test_there_are_many():
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_te_step_is_the_formula(name: str):
-    """In float64, so that what float32 would hide shows."""
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)
@@ -124,12 +116,10 @@ def test_trained_on_the_cpu(name: str):
     ("cornn", "persistent"), ("lstm_fgr", "layout_transform"), ("scrn", "fused_step"),
     *(pytest.param(name, "", id=name, marks=pytest.mark.exhaustive) for name in CELLS)])
 def test_emulated_on_a_gpu(name: str, only: str, tmp_path: Path):
-    """By every schedule that serves the cell, or one, in float32; each time with products of several operands."""
     cell = CELLS[name]
     x, parameters, states = drawn(cell)
     wanted, last = formula(cell, x, parameters, states)
-    work = Workload(cell.identity(), cell.hidden, x.shape[2], B, T)
-    task = Task(work, analyse(cell, x.shape[2], cell.hidden), TINY)
+    task = Task(Workload(cell.identity(), cell.hidden, x.shape[2], B, T), analyse(cell, x.shape[2], cell.hidden), TINY)
     serving = [s for s in GPU if s.serves(task) is None and only in ("", s.name)]
     for schedule in serving:
         (folder := tmp_path / schedule.name).mkdir()
@@ -143,13 +133,9 @@ def test_emulated_on_a_gpu(name: str, only: str, tmp_path: Path):
 
 # of each exchange with products: (products, operands), as the step is written, and summed
 FEWER = {
-    "cornn": ([(2, 2)], [(1, 2)]),
-    "scrn": ([(2, 2)], [(1, 2)]),
-    "lstm_fgr": ([(13, 4)], [(4, 4)]),
-    "hornn": ([(3, 3)], [(1, 3)]),
-    "lstm_nested": ([(4, 1), (8, 2)], [(4, 1), (4, 2)]),
-    "lstm_peephole": ([(4, 1)], [(4, 1)]),
-}
+    "cornn": ([(2, 2)], [(1, 2)]), "scrn": ([(2, 2)], [(1, 2)]), "lstm_fgr": ([(13, 4)], [(4, 4)]),
+    "hornn": ([(3, 3)], [(1, 3)]), "lstm_nested": ([(4, 1), (8, 2)], [(4, 1), (4, 2)]),
+    "lstm_peephole": ([(4, 1)], [(4, 1)])}
 
 
 @pytest.mark.parametrize("name", FEWER)
@@ -174,7 +160,6 @@ def test_sums_of_products_have_the_same_gradients(name: str):
 
 
 def test_half_as_many_weights_are_on_the_chip():
-    """Each product has room for each operand, zeros where it does not read one."""
     persistent, sizes = all_schedules()["persistent"], []
     for sums in (True, False):
         task = Task(Workload("cornn", 64, I, B, T), analyse(CELLS["cornn"], I, 64, sums=sums), TINY)

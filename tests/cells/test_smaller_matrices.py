@@ -1,10 +1,6 @@
-"""Products with heads, and matrices narrower than H: the reference, gradients, CPUs and emulated GPUs against formulas;
-what is refused.
+"""Products with heads, and matrices narrower than H, against formulas on CPUs and emulated GPUs; what is refused.
 
-Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
-"""
-
-from __future__ import annotations
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +39,6 @@ def exhaustive(*cases: Any) -> list[Any]:
 
 
 def formula(cell: Cell, x: Any, states: list[Any], parameters: dict[str, Any]) -> tuple[Any, Any]:
-    """y and the last first state."""
     y, last = run(cell, x, dict(zip(cell.states, states, strict=True)), parameters)
     return y, last[cell.states[0]]
 
@@ -67,8 +62,7 @@ def test_a_phase_has_one_number_of_heads():
 
 
 def test_what_is_exchanged_is_narrow():
-    phases = analyse(LowRank(3), I, 12).phases
-    assert [(*narrow_of(p), columns_of(p, 12)) for p in phases] == [(3, 0, 12), (0, 3, 3)]
+    assert [(*narrow_of(p), columns_of(p, 12)) for p in analyse(LowRank(3), I, 12).phases] == [(3, 0, 12), (0, 3, 3)]
     assert [narrow_of(p) for p in analyse(LowRank(12), I, 12).phases] == [(0, 0)] * 2
 
 
@@ -97,10 +91,8 @@ CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "clus
     ("layout_transform", LowRank(5, True), 40, "float16", 3, {}),
     *exhaustive(("persistent", NarrowInput(5), 40, "float32", 3, {}), ("fused_step", Projected(), 40, "float32", 3, {}),
                 ("persistent_block", LowRank(5, True), 40, "float32", 3, {}))], ids=name_of)
-def test_emulated_on_a_gpu(schedule: str, cell: Cell, hidden: int, dtype: str, batch: int, knobs: dict[str, Any],
-                           tmp_path: Path):
-    """Heads of whole tiles, and such that end within them; of one block, of several, of a cluster; rows in groups.
-    Narrow values of a part of a block, of one and a half, and of blocks that send none."""
+def test_emulated_on_a_gpu(schedule, cell, hidden, dtype, batch, knobs, tmp_path):
+    """Heads of whole tiles, and such that end within them; narrow values of parts of blocks; one block and several."""
     x, parameters, states = drawn(cell, hidden, batch)
     work = Workload(cell.name, hidden, I, batch, T, dtype)
     task = Task(work, analyse(cell, I, hidden), replace(TINY, cores=24) if knobs else TINY)
@@ -122,8 +114,7 @@ def test_the_adjoint(cell: Cell, hidden: int):
     call, wanted = training_call(cell, hidden)
     own = adjoint(analyse(cell, I, hidden), hidden)
     dx, weights, (first,) = backpropagate(own, call.x, call.parameters, call.states, call.dy, call.dstates)
-    found = {"dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in weights.items()}}
-    for name, value in found.items():
+    for name, value in {"dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in weights.items()}}.items():
         # both are float64, with sums in another order: some thousand roundings of 1e-16
         np.testing.assert_allclose(value, wanted[name], rtol=1e-12, atol=1e-12, err_msg=name)
 
@@ -132,7 +123,6 @@ def test_the_adjoint(cell: Cell, hidden: int):
     (BlockRNN(2, True), 32), (LowRank(5), 33), (NarrowInput(18, whole=True), 40),
     *exhaustive((BlockRNN(3), 9), (BlockRNN(5), 70), (LowRank(18, whole=True), 40), (NarrowInput(5), 33))], ids=name_of)
 def test_trains_on_a_cpu(cell: Cell, hidden: int):
-    """Heads of whole vectors; of three units, in code of one lane; and of 14, in code of two."""
     call, wanted = training_call(cell, hidden)
     module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", training=True)
     layer = module.bind(flat(call.parameters), threads=2)
@@ -161,17 +151,14 @@ def headed(heads: int, shape: tuple[int, ...] = (1, 12, 4), of_x: bool = False) 
 
 
 def narrow(step: Any) -> Given:
-    """A cell of 6 units that has narrow matrices, and others."""
     shapes = {"V": (1, 3, 6), "U": (1, 6, 3), "T": (1, 6, 2), "X": (1, 6, 12)}
     return Given(lambda x, h, p: [step(h, p)], lambda input, hidden: shapes, unread=tuple(shapes))
 
 
 def through(value: Any) -> Any:
-    """A step that multiplies ``value(narrow, h, b, j)`` of a narrow product by U."""
     def step(h: Any, p: Any) -> Any:
         narrow = product(h, p["V"], 0)
         return product(pointwise(lambda b, j: value(narrow[b, j], h, b, j), narrow), p["U"], 0)
-
     return step
 
 
@@ -202,8 +189,6 @@ def test_what_is_wrong_is_said(cell: Given, input: int, hidden: int, says: str):
 
 
 class Joined(Cell):
-    """One matrix that is trained for h and c side by side, as docs/CELLS.md has it."""
-
     name, states = "joined", ("h", "c")
 
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -232,8 +217,6 @@ def test_an_operand_of_two_states_is_two_products():
 
 
 class Groups(Cell):
-    """A softmax over each group of units, as docs/CELLS.md has it."""
-
     name, states, groups = "groups", ("h",), 3
 
     def parameters(self, input, hidden):
@@ -254,7 +237,6 @@ class Groups(Cell):
 
 
 def test_softmax_over_groups():
-    """Of what is learned, with gradients: against PyTorch's."""
     import torch
 
     import ecornn.torch

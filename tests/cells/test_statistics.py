@@ -1,7 +1,5 @@
 """Statistics of hidden units: how they are recognised, and what the schedules make of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +7,7 @@ import numpy as np
 import pytest
 import step_cells
 from emulated import SHAPES, check_numbers, task_of
-from exact import expected, in_float64, of_stack
-from limits import Wanted
+from exact import Wanted, expected, in_float64, of_stack
 from step_cells import Formula, normal, run_analysed
 from test_cpu_weights import needs_vnni
 from tvm import te
@@ -35,8 +32,6 @@ def counts(graph: StepGraph) -> list[tuple[int, int]]:
 
 
 class Written(Formula):
-    """h' = tanh(LN(R h) + W x), the variance written in one way or another."""
-
     name, states, shapes = "written", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def __init__(self, variance: Any) -> None:
@@ -47,15 +42,13 @@ class Written(Formula):
         total, size = summed(rh, lambda b, k: rh[b, k]), int(h.shape[1])
         mean = te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
         variance = self.variance(rh, mean, size)
-        return [pointwise(lambda b, j: te.tanh(
-            (rh[b, j] - mean[b]) / te.sqrt(variance[b] + 1e-5) + wx[b, j]), h)]
+        return [pointwise(lambda b, j: te.tanh((rh[b, j] - mean[b]) / te.sqrt(variance[b] + 1e-5) + wx[b, j]), h)]
 
     def numpy(self, x, h, W, R):
         return (np.tanh(normal(h @ R[0].T)[0] + x @ W[0].T),)
 
 
 def summed(v: Any, value: Any) -> Any:
-    """A sum over the units of each row."""
     k = te.reduce_axis((0, v.shape[1]), "k")
     return te.compute((v.shape[0],), lambda b: te.sum(value(b, k), axis=k), name="total")
 
@@ -79,11 +72,9 @@ def of_magnitudes(v: Any, mean: Any, size: int) -> Any:
     (of_deviations, [(1, 0), (0, 1)]), (of_squares, [(1, 0), (0, 2)]), (of_magnitudes, [(1, 0), (0, 1), (0, 1)])],
     ids=lambda v: getattr(v, "__name__", ""))
 def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
-    """All are right; deviations from the mean are seen to need no exchange of their own."""
     cell, generator = Written(variance), np.random.default_rng(0)
     graph = analyse(cell, 5, 7)
-    assert counts(graph) == phases
-    assert (graph.statistics[0].squares is not None) == (variance is of_deviations)
+    assert counts(graph) == phases and (graph.statistics[0].squares is not None) == (variance is of_deviations)
     x, h = generator.uniform(-1, 1, (1, 3, 5)), generator.uniform(-1, 1, (3, 7))
     p = {n: generator.uniform(-1, 1, s) for n, s in graph.parameters.items()}
     y, _ = run_analysed(graph, x, p, [h])
@@ -136,8 +127,7 @@ def test_what_serves_them():
     ("layout_transform", "lstm(layer_norm)", SHAPES[2], "float16", MASKS),
     ("layout_transform", "gru(layer_norm)", SHAPES[0], "bfloat16", MASKS),
     ("elementwise", "focus", SHAPES[2], "float32", REVERSE)], ids=str)
-def test_masks(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int], dtype: str,
-               traversal: Traversal):
+def test_masks(tmp_path, schedule, cell, sizes, dtype, traversal):
     task, chosen = task_of(cell, sizes, dtype, traversal=traversal), all_schedules()[schedule]
     check_numbers(tmp_path, chosen, task, chosen.default(task))
 
@@ -146,7 +136,6 @@ def test_masks(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, 
     ("layout_transform", "lstm(layer_norm)", "float16"), ("layout_transform", "gru(layer_norm)", "bfloat16"),
     ("elementwise", "focus", "bfloat16")])
 def test_hoisted_values_in_16_bits(tmp_path: Path, schedule: str, cell: str, dtype: str):
-    """Rounded before and after they are normalized; fewer batch rows than were compiled for."""
     hidden, chosen = 45 if schedule == "layout_transform" else 46, all_schedules()[schedule]
     task = task_of(cell, (4, 5, 31, hidden), dtype)
     config = {**chosen.default(task), "hoisted": "same"}
@@ -163,8 +152,7 @@ def test_stacks_on_this_cpu(cell: str, hidden: int, threads: int):
     module = ecornn.compile(found, hidden=hidden, input=I, batch=B, seq=T, layers=2, bidirectional=True, lengths=True,
                             resets=True, target="cpu")
     weights = {p.name: generator.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
-    x = generator.uniform(-1, 1, (T, B, I)).astype(np.float32)
-    lengths = np.array([7, 1, 4, 0, 6])
+    x, lengths = generator.uniform(-1, 1, (T, B, I)).astype(np.float32), np.array([7, 1, 4, 0, 6])
     masks, zeros = {"lengths": lengths, "resets": generator.random((T, B)) < 0.3}, np.zeros((4, B, hidden))
     y, _ = module.bind(weights, threads=threads)(x, **masks)
     stack, states = module.manifest.stack, [zeros] * len(found.states)

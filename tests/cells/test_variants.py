@@ -1,7 +1,5 @@
 """Options of the built-in cells, against their formulas written once more in NumPy float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
-from limits import relative as error
+from exact import relative as error
 from msgspec.structs import replace
 from step_cells import normal, run_analysed, sigmoid
 
@@ -40,8 +38,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specifi
 
 def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:
     h, c = states
-    peephole = p.get("weight_peephole", np.zeros((3, 1)))
-    bound = o.get("clip") or np.inf
+    peephole, bound = p.get("weight_peephole", np.zeros((3, 1))), o.get("clip") or np.inf
     wx, rh = ([v @ w.T for w in p[n]] for v, n in ((x, "weight_ih"), (h, "weight_hh")))
     if o.get("layer_norm"):
         wx, rh = ([v * k for v, k in zip(normal(*values), p[n], strict=True)]
@@ -50,8 +47,7 @@ def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> lis
     act = {n: ACTIVATIONS[o.get(n, d)] for n, d in (("gate", "sigmoid"), ("new", "tanh"), ("out", "tanh"))}
     i = act["gate"](np.clip(i + peephole[0] * c, -bound, bound))
     f = 1 - i if o.get("coupled") else act["gate"](np.clip(f + peephole[1] * c, -bound, bound))
-    new = f * c + i * act["new"](np.clip(g, -bound, bound))
-    limit = o.get("clip_state") or np.inf
+    new, limit = f * c + i * act["new"](np.clip(g, -bound, bound)), o.get("clip_state") or np.inf
     new = np.clip(new, -limit, limit)
     shown = normal(new)[0] * p["weight_ln_c"][0] + p["bias_ln_c"][0] if o.get("layer_norm") else new
     y = act["gate"](np.clip(out + peephole[2] * new, -bound, bound)) * act["out"](shown)
@@ -65,7 +61,6 @@ def gru(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], before:
     W, R, bx, bh = p["weight_ih"], p["weight_hh"], p["bias_ih"], p["bias_hh"]
     gate, fresh = ACTIVATIONS[o.get("gate", "sigmoid")], ACTIVATIONS[o.get("new", "tanh")]
     wx, rh = [x @ w.T for w in W], [h @ w.T for w in R[:2]]
-
     def tuned(values: list[Any], name: str, first: int) -> list[Any]:
         if not o.get("layer_norm"):
             return values
@@ -168,13 +163,11 @@ def test_cuda(tmp_path: Path, schedule: str, case: tuple[str, dict[str, Any]]):
     name, options = case
     cell = type(get(name))(**options)
     x, states, p = problem(cell)
-    device = replace(KNOWN["sm_90a"], cores=3)
-    task = Task(Workload(cell.identity(), H, I, B, T), analyse(cell, I, H), device)
+    task = Task(Workload(cell.identity(), H, I, B, T), analyse(cell, I, H), replace(KNOWN["sm_90a"], cores=3))
     chosen = all_schedules()[schedule]
     y, last = Emulated(chosen.program(task, chosen.plan(task, chosen.default(task))), tmp_path).run(x, states, p)
     wanted, after = expected(name, options, x, states, p)
-    assert error(y, wanted) < 1e-5
-    assert all(error(last[n], v) < 1e-5 for n, v in zip(cell.states, after, strict=True))
+    assert error(y, wanted) < 1e-5 and all(error(last[n], v) < 1e-5 for n, v in zip(cell.states, after, strict=True))
 
 
 def test_the_forget_gates_weights_are_not_read_where_gates_are_coupled():
@@ -196,10 +189,9 @@ def test_names_of_cells_go_round(text: str):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("lstm(peephole)", "an option of lstm: peepholes"), ("lstm(clip=-1)", "a number >= 0"),
-    ("lstm(clip", "NAME(OPTION"),
-    ("lstm(clip=1,clip=2)", "each option once"), ("lstm(gate=tanhh)", "one of sigmoid, tanh"),
-    ("lstm(gate=elu:1:2)", "elu:ALPHA"), ("lstm(gate=elu:nan)", "elu:ALPHA"), ("gru(zoneout=2)", "from 0 to 1"),
-    ("lstm(peepholes=3)", "True or False"),
+    ("lstm(clip", "NAME(OPTION"), ("lstm(clip=1,clip=2)", "each option once"),
+    ("lstm(gate=tanhh)", "one of sigmoid, tanh"), ("lstm(gate=elu:1:2)", "elu:ALPHA"),
+    ("lstm(gate=elu:nan)", "elu:ALPHA"), ("gru(zoneout=2)", "from 0 to 1"), ("lstm(peepholes=3)", "True or False"),
     ("slstm(heads=0)", "an integer, 1 at least"), ("slstm(heads=1.5)", "an integer, 1 at least"),
     ("slstm(heads)", "an integer, 1 at least"), ("lstm(__import__('os'))", "NAME(OPTION")])
 def test_bad_options_are_named(text: str, words: str):

@@ -1,7 +1,5 @@
 """`ecornn bench` on this CPU: tiny layers, as a user gives them."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json
@@ -57,7 +55,6 @@ def run(*arguments: str, code: int = 0) -> Result:
 
 
 def test_a_layer_against_others(tmp_path: Path):
-    """All sides are right; the same command in words for people, and the row again from its file."""
     said = run(*LSTM, "--against", "torch,onnxruntime,cudnn", "--json", "--csv", str(tmp_path / "rows.csv"))
     assert "compiling" in said.stderr and "cudnn is left out: cuDNN runs on GPUs alone" in said.stderr
     row = json.loads(said.stdout)
@@ -93,7 +90,6 @@ def test_a_cell_of_ones_own_trains_beside_a_loop_over_its_step(module: Path):
 
 
 def test_a_module_alone_says_what_it_cannot_check(module: Path):
-    """The module's file has no step; wrong cells are refused, and what the file says already."""
     said = run(str(module), "--against", "none", "--seconds", "0.02")
     assert "ecornn is not checked" in said.stderr and said.stdout.strip().endswith("not checked")
     for option, value, why in (("--cell", "gru", "expected the cell of"), ("--batch", "3", "at most 2"),
@@ -131,7 +127,6 @@ def test_a_grid_that_is_none_is_refused(text: str, said: str, tmp_path: Path):
 
 
 def off(side: Side, factor: Callable[[], float] = lambda: 1.001) -> Side:
-    """The same, but for a factor of its results."""
     return replace(side, call=lambda: {n: v * np.float32(factor()) for n, v in side.call().items()})
 
 
@@ -172,7 +167,6 @@ def test_a_side_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     real = measure.measure
-
     def one(case: Case, plan: Plan) -> Any:
         if case.cell == "gru":
             raise KeyboardInterrupt
@@ -188,7 +182,6 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: pytest.MonkeyPatch):
-    """The way of a GPU, with tensors on the CPU: inputs stay where graphs read them, results where they write them."""
     import torch
 
     class OnCpu(TorchArrays):
@@ -197,11 +190,9 @@ def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: p
 
     def captured(function: Any) -> tuple[Any, Any]:
         found = {name: value.detach().clone() for name, value in function().items()}
-
         def replay() -> None:
             for name, value in function().items():
                 found[name].copy_(value)
-
         return SimpleNamespace(replay=replay), found
 
     monkeypatch.setattr(turns, "captured", captured)
@@ -236,7 +227,6 @@ def test_a_ratio_of_times_that_did_not_settle_is_a_range():
     def row(*slow: float) -> Row:
         times = {"ecornn": Times.of([1e-3] * 5, 10), "torch": Times.of(slow, 10)}
         return Row(case=Case(cell="lstm", hidden=8), command="", us_per_step=times, ratios={"torch": 3.0})
-
     assert compared(row(3e-3, 3e-3, 3.1e-3), "torch") == "3.00 times as long as ecornn"
     said = compared(row(*[2e-3] * 4, *[9e-3] * 4), "torch")
     assert said == "2.00 to 9.00 times as long as ecornn; times did not settle"

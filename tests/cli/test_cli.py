@@ -1,7 +1,4 @@
-"""The command line: each exit code that the reference of commands has; JSON alone on standard output; on the
-CPU the whole way from tuning to a timed module; and help, which fits its terminal and whose examples can be pasted."""
-
-from __future__ import annotations
+"""The command line: exit codes, JSON, help, and on the CPU the whole way from tuning to a timed module."""
 
 import itertools
 import json
@@ -41,7 +38,6 @@ LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--t
 
 
 def every(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
-    """The names of each command, as they are typed."""
     for name, command in group.commands.items():
         yield (*names, name)
         if isinstance(command, click.Group):
@@ -53,7 +49,6 @@ COMMANDS = [(), *every(main)]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder of its own for each test, which runs beside it."""
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setattr("ecornn.cli.progress.torch_us", lambda work, device: None)  # seconds for each search
     monkeypatch.chdir(tmp_path)
@@ -71,7 +66,6 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def from_json(*arguments: object, code: int = 0) -> Any:
-    """The JSON of a command, which is all that it writes to standard output."""
     return json.loads(ended(*arguments, "--json", code=code).stdout)
 
 
@@ -88,7 +82,6 @@ def test_every_command_that_finds_something_has_json(names):
 
 
 def test_exit_codes_of_the_reference():
-    """Those of this file are all; test_explain.py has an answer that is no."""
     assert re.findall(r"^\| (\d+) ", site_commands.INTRO, re.MULTILINE) == ["0", "1", "2", "130"]
 
 
@@ -111,7 +104,6 @@ def test_exit_codes_of_the_reference():
     (["log", "best", "junk"], "is no tuning log"), (["log", "ls", "none.jsonl"], "cannot read"),
 ])
 def test_code_2_is_one_message_of_what_cannot_be_done(arguments, said, tmp_path):
-    """And nothing on standard output, nothing written."""
     (tmp_path / "junk").write_bytes(b"junk\n")
     done = ended(*arguments, code=2)
     assert said in done.stderr and not done.stdout and "Traceback" not in done.stderr
@@ -180,8 +172,7 @@ def test_stopping_a_search_keeps_the_trials_and_leaves_nothing_behind(which, fol
     assert not list(temporary.iterdir())
     (path,) = folder.glob("*.jsonl")
     log = read(path)
-    assert log.trials() and not log.problems
-    assert not any(isinstance(line.record, Finish) for line in log.lines)
+    assert log.trials() and not log.problems and not any(isinstance(line.record, Finish) for line in log.lines)
 
 
 def test_what_is_wrong_with_the_logs_is_said_once(folder, tmp_path, caplog):
@@ -239,7 +230,6 @@ def test_what_was_written_is_no_result(log, arguments, said):
 
 def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
     def heard(line: str) -> str:
-        """What is said until the line has come twice."""
         err = ""
         while err.count(line) < 2:
             time.sleep(0.01)
@@ -273,12 +263,10 @@ def test_from_tuning_to_a_timed_module(folder, tmp_path):
     trials = [t for t in read(path).trials() if t.stage == "search"]
     assert len(trials) == 5 and all(t.check <= 1e-5 for t in trials if t.times)
     before = path.read_bytes()
-    assert "This run is finished: 5 trials" in run(*command)
-    assert path.read_bytes() == before
+    assert "This run is finished: 5 trials" in run(*command) and path.read_bytes() == before
 
     finish = next(line.record for line in read(path).lines if isinstance(line.record, Finish))
-    module = tmp_path / "lstm24.so"
-    arguments = found[1].split()
+    module, arguments = tmp_path / "lstm24.so", found[1].split()
     arguments[arguments.index("-o") + 1] = str(module)
     output = run("compile", *arguments)
     assert f"{path.name}:" in output and "this device, same batch" in output
@@ -360,8 +348,7 @@ def test_tuning_a_cell_of_a_file(folder):
 
 @pytest.mark.parametrize("sizes", [["--seq", "1000000"], ["--batch", "1000000", "--training"]])
 def test_the_command_ends_for_sizes_of_a_million(tmp_path: Path, folder: Path, sizes: list[str]):
-    """No record applies, and a million lines of something else are among the logs. It did not end: candidates had lists
-    with T x B entries."""
+    """It did not end: candidates had lists with T x B entries. A million lines of something else are in the logs."""
     folder.mkdir()
     (folder / "junk.jsonl").write_bytes(b"junk\n" * 1_000_000)
     file = tmp_path / "gru.so"
@@ -421,11 +408,9 @@ def test_commands_of_a_group_are_said_in_whole_sentences():
 
 
 def test_examples_can_be_pasted_at_any_width():
-    """A command that is folded is the same command to a shell."""
     line = "  ecornn compile --cell 'lstm(peepholes, clip=3)' --hidden 8 --lengths -o out.so"
     for room in range(24, 90):
         out = "\n".join(folded(f"\b\nExamples:\n{line}    what it does, and in which order\n  ecornn doctor", room))
         (command,) = (text for text in typed(out) if text[1] == "compile")
-        assert command == shlex.split(line)
-        assert "what it does" in " ".join(out.split()) and "\0" not in out
+        assert command == shlex.split(line) and "what it does" in " ".join(out.split()) and "\0" not in out
         assert all(len(part) <= max(room, 40) for part in out.splitlines())  # --cell has 40

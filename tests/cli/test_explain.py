@@ -5,8 +5,6 @@ are not, and where something is wrong.
     pytest tests/cli/test_explain.py --renew    writes the two texts of steps anew
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -46,8 +44,7 @@ CELLS = Path(step_cells.__file__)
 
 def test_a_layer_with_a_record():
     planned = plan("lstm", hidden=800, batch=20, seq=300, dtype="float16", target="sm_90a")
-    found = explain(planned)
-    (part,) = found.parts
+    (part,) = explain(planned).parts
     step = part.step
     assert (step.hoisted, step.products, step.travels, step.stays) == (4, 4, [["h"]], ["c"])
     assert step.weights == 4 * 800 * 800 and step.weight_bytes == 2 * step.weights
@@ -61,8 +58,7 @@ def test_a_layer_with_a_record():
     line = planned.found.line
     assert (part.record.file, part.record.line) == (line.path.name, line.number)
     assert part.record.us == line.record.times.median and part.sequence_us == part.record.us * 300
-    least = floor(H100, "lstm", 20, 800, 800, "float16")
-    assert part.floor.total_us == least.total < part.record.us
+    assert part.floor.total_us == floor(H100, "lstm", 20, 800, 800, "float16").total < part.record.us
     assert math.isclose(part.floor.total_us, part.floor.exchange_us + part.floor.products_us + part.floor.hoisted_us
                         + part.floor.bytes_us)
     assert set(part.stages_us) == {"product of x", "exchange", "products", "gates"}
@@ -103,7 +99,6 @@ def test_rounded_weights_have_fewer_bytes():
 
 
 def test_the_text_and_json():
-    """Every line that people read, in order; what programs read is the same."""
     words = ("explain", "--cell", "lstm", "--hidden", "256", "--batch", "1", "--dtype", "float16", "--target", "sm_90a")
     text = ended(*words).stdout
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
@@ -169,7 +164,6 @@ def test_the_text_is_readable_at_80_columns_and_names_every_parameter(cell: Cell
                                   *(step_cells.CELLS[n] for n in ("gated", "pair", "highway", "leaky"))],
                          ids=lambda c: c.name)
 def test_formulas_of_the_text_compute_the_step(cell: Cell):
-    """Every assignment, read as Python on arrays (H, B), against the te graph."""
     rng, hidden, batch = np.random.default_rng(0), 30, 4
     x, states = rng.normal(size=(batch, hidden)), [rng.normal(size=(batch, hidden)) for _ in cell.states]
     parameters = {n: rng.normal(size=s) for n, s in cell.parameters(hidden, hidden).items()}
@@ -193,7 +187,6 @@ def test_formulas_of_the_text_compute_the_step(cell: Cell):
 
 @pytest.fixture(scope="module")
 def gated() -> Report:
-    """All that is tried of a cell, but for widths of weights and bfloat16, which take modules of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CPUSequence, "weights", ("int16",))
         patch.setitem(cell_checks.SERVED, "cuda", ("float32", "float16"))
@@ -221,8 +214,7 @@ def test_a_cell_that_all_kinds_of_devices_serve(gated: Report):
 
 def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
     text = table(gated)
-    assert max(map(len, text.splitlines()[1:])) <= 80
-    assert text.count("needs a 16-bit data type") == 1
+    assert max(map(len, text.splitlines()[1:])) <= 80 and text.count("needs a 16-bit data type") == 1
     wanted = {o.why for r in gated.rows for o in (r.forward, r.gradients) if o.why}
     assert all(f"[{n}] " in text for n in range(1, len(wanted) + 1)) and f"[{len(wanted) + 1}]" not in text
     assert "cpu     cpu_sequence      float32                 right " in text
@@ -230,8 +222,7 @@ def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
 
 
 @pytest.mark.parametrize(("error", "result"), [(KeyError("d_h"), "fails"), (ScheduleError("no gradients"), "no")])
-def test_a_backward_pass_that_fails_is_no_fault_of_forward(monkeypatch: pytest.MonkeyPatch, error: Exception,
-                                                           result: str):
+def test_a_backward_pass_that_fails_is_no_fault_of_forward(monkeypatch, error, result):
     monkeypatch.setattr("ecornn.schedules.cpu.training.training_program", Mock(side_effect=error))
     checks = cell_checks.Checks(step_cells.Gated(), 15, 24, 3)
     assert checks.derivative().result == "right"
@@ -269,16 +260,13 @@ def test_a_cell_that_reads_x_at_each_unit_is_tried_with_as_many_inputs():
     assert report.good and report.input == report.hidden == 16
     assert report.wide.result == "no" and "needs an input size of H" in report.wide.why
     assert "with I unlike H: no [1]" in table(report)
-    served = {r.schedule: r.forward.result for r in report.rows}
-    assert served["elementwise"] == "yes" and report.exchanges == 0
+    assert {r.schedule: r.forward.result for r in report.rows}["elementwise"] == "yes" and report.exchanges == 0
 
 
 def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPatch):
-    """The interpreter's answer is moved by 1e-4; and derived gradients by as much."""
     monkeypatch.setattr(CPUSequence, "weights", ())
     monkeypatch.setitem(cell_checks.SERVED, "llvm", ("float32",))
     right, derived = cell_checks.interpret, cell_checks.Checks.derived
-
     def moved(*arguments: Any) -> Any:
         y, last = right(*arguments)
         return y * (1 + 1e-4), last
@@ -286,7 +274,6 @@ def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPa
     def shifted(*arguments: Any) -> Any:
         found = derived(*arguments)
         return replace(found, dx=found.dx * (1 + 1e-3))
-
     monkeypatch.setattr(cell_checks, "interpret", moved)
     monkeypatch.setattr(cell_checks.Checks, "derived", shifted)
     report = check(step_cells.Decay(), resolve("cpu"))

@@ -1,7 +1,5 @@
 """What a layer is, is said in one place: every way in has the same properties, and passes each of them on."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -31,7 +29,6 @@ OTHER = {"cell": "gru", "hidden": 24, "input": 16, "batch": 3, "seq": 7, "dtype"
 
 
 def signature(function: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters that are properties of a layer, with their defaults."""
     return {n: p.default for n, p in inspect.signature(function).parameters.items() if n in DEFAULTS}
 
 
@@ -47,8 +44,7 @@ def test_every_way_in_has_the_properties_and_their_defaults():
     assert signature(ecornn.onnx.compile).items() >= OPEN.items()
     for function in (tune, Session.tune):
         assert signature(function) == SEQUENCE | {"dtype": None}, "the usual data type is the device's"
-    assert {*PROPERTIES} == {*DEFAULTS}
-    assert {n: s["default"] for n, s in PROPERTIES.items() if "default" in s} == OPEN
+    assert {*PROPERTIES} == {*DEFAULTS} and {n: s["default"] for n, s in PROPERTIES.items() if "default" in s} == OPEN
     for command, names in ((compile_command, DEFAULTS), (tune_command, SEQUENCE)):
         assert {p.name for p in command.params} & {*DEFAULTS} == {*names}
 

@@ -1,6 +1,4 @@
-"""The CPU schedule: values against float64, for every cell, tails of every kind, and every knob."""
-
-from __future__ import annotations
+"""The CPU schedule against float64, for every cell, tails of every kind, and every knob; polynomials of functions."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,14 +7,20 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_sample import Sample, rows_that_fit
-from limits import relative as error
+from exact import relative as error
 from step_cells import Chain, Peephole, Residual, run
+from tvm import tirx
 
+from ecornn.build.module import build_module
 from ecornn.cells import BUILTIN, get
 from ecornn.host_cpu import detect
+from ecornn.manifest import Manifest
 from ecornn.numpy_reference import STEPS, reference
+from ecornn.program import Buffer, Parallel, Program
 from ecornn.schedules.cpu import CPUSequence
-from ecornn.schedules.cpu.tiling import Tile, busiest, heights_of
+from ecornn.schedules.cpu import emit as math
+from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.tiling import Tile, busiest, heights_of, lanes_of
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.workload import Workload
@@ -52,8 +56,7 @@ SIZES = [  # I, H, B, T
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("cell", list(STEPS))
 def test_built_in_cells(cell, size, tmp_path):
-    sample = Sample(tmp_path, cell, *size)
-    compare(sample, size[3], size[2])
+    compare(Sample(tmp_path, cell, *size), size[3], size[2])
 
 
 @pytest.mark.parametrize("size", [(19, 19, 3, 5), (32, 32, 2, 4)], ids=str)
@@ -109,11 +112,9 @@ def test_asks_ahead_where_l3_is_slow_and_weights_come_from_there():
     def ahead(arch: str, hidden: int, batch: int) -> int:
         device = msgspec.structs.replace(detect(), arch=arch, cores=2, l2=1 << 20, features=("avx2", "avx512f", "fma"))
         return CPUSequence().default(make_task(get("gru"), Workload("gru", hidden, hidden, batch), device))["ahead"]
-
     assert ahead("skylake-avx512", 800, 20) == 1
     assert ahead("skylake-avx512", 800, 1) == 0  # L3 is all that a batch row waits for
-    assert ahead("skylake-avx512", 256, 20) == 0
-    assert ahead("znver4", 800, 20) == 0
+    assert ahead("skylake-avx512", 256, 20) == 0 and ahead("znver4", 800, 20) == 0
 
 
 @pytest.mark.parametrize(("hidden", "vectors"), [(16, 1), (40, 3), (48, 3)])
@@ -122,8 +123,7 @@ def test_a_step_of_one_row_that_one_thread_takes_computes_no_more_vectors_than_i
     device = msgspec.structs.replace(detect(), arch="znver4", cores=2, l2=1 << 20, features=("avx2", "avx512f", "fma"))
     task = make_task(get("lstm"), Workload("lstm", hidden, 1, 1, 1), device)
     config = CPUSequence().default(task)
-    shape = CPUSequence().plan(task, config)
-    assert config["team"] == 1 and shape.width == vectors * 16
+    assert config["team"] == 1 and CPUSequence().plan(task, config).width == vectors * 16
 
 
 def test_last_row_tile_is_no_higher_than_the_batch():
@@ -149,8 +149,7 @@ def test_random_configurations(seed, tmp_path):
 
 @pytest.mark.parametrize("features", [(), ("avx", "avx2", "fma")], ids=["sse", "avx2"])
 def test_narrower_vectors(features, tmp_path):
-    sample = Sample(tmp_path, "lstm", 9, 27, 3, 4, features=features)
-    compare(sample, 4, 3)
+    compare(Sample(tmp_path, "lstm", 9, 27, 3, 4, features=features), 4, 3)
 
 
 @pytest.mark.parametrize("target", ["znver3", "znver4", "haswell", "skylake-avx512"])
@@ -180,17 +179,14 @@ def test_default_fits_and_is_a_choice_of_the_knobs(cell, batch):
     schedule, found = CPUSequence(), get(cell)
     task = make_task(found, Workload(found.name, 256, 256, batch), detect())
     config = schedule.default(task)
-    assert schedule.check(task, config) is None
-    assert {k.name for k in schedule.knobs(task)} == set(config)
+    assert schedule.check(task, config) is None and {k.name for k in schedule.knobs(task)} == set(config)
     assert all(config[k.name] in k.values for k in schedule.knobs(task))
     values = schedule.features(task, schedule.plan(task, config))
-    assert all(np.isfinite(v) for v in values.values())
-    assert values["step_padded_flops"] >= values["step_flops"]
+    assert all(np.isfinite(v) for v in values.values()) and values["step_padded_flops"] >= values["step_flops"]
 
 
 def test_serves_says_why_not():
-    schedule = CPUSequence()
-    task = make_task(get("gru"), Workload("gru", 8, 8), detect())
+    schedule, task = CPUSequence(), make_task(get("gru"), Workload("gru", 8, 8), detect())
     assert schedule.serves(task) is None
     half = replace(task, workload=msgspec.structs.replace(task.workload, dtype="float16"))
     assert "float32" in str(schedule.serves(half))
@@ -222,3 +218,81 @@ def test_the_largest_sizes_are_chosen_for_as_fast_as_others():
     config = schedule.default(task)
     assert schedule.check(task, config) is None
     assert schedule.features(task, schedule.plan(task, config))["project_tasks"] > 2**20
+
+
+COUNT = 1 << 20
+# relative of tanh, absolute of sigmoid, relative of exp: as emit.py says
+LIMITS = {"float32": (3e-7, 1.5e-7, 2e-7), "float64": (1e-15, 3e-16, 4e-16)}
+
+
+@pytest.fixture(scope="module", params=LIMITS)
+def functions(request, tmp_path_factory):
+    import tvm_ffi
+    real = request.param
+    device, (a, b), bound = detect(), (tirx.Var(n, "float32") for n in "ab"), tirx.const(0.25, "float32")
+    of_scalars = {"relu": tirx.Max(a, tirx.const(0.0, "float32")), "above": tirx.Max(bound, a),
+                  "below": tirx.Min(a, bound), "larger": tirx.Max(a, b), "smaller": tirx.Min(a, b)}
+    e = Emitter(lanes_of(device, real), real)
+    for name in ("thread", "threads", "T", "B"):
+        e.scalar(name)
+    source, second = e.pointer("x"), e.pointer("other")
+    names = ("tanh", "sigmoid", "exp", *of_scalars)
+    outputs = [e.pointer(name) for name in names]
+    with e.loop("i", COUNT // e.lanes) as i:
+        at = e.let("at", i * e.index(e.lanes))
+        value = {a: e.let("value", e.vload(source, at)), b: e.let("value", e.vload(second, at))}
+        for name, output in zip(names, outputs, strict=True):
+            found = (math.vector(e, of_scalars[name], value.__getitem__) if name in of_scalars
+                     else getattr(math, name)(e, value[a]))
+            e.vstore(output, at, found)
+    buffers = tuple(Buffer(n, "workspace", real) for n in ("x", "other", *names))
+    program = Program.running({"worker": e.function("worker")}, buffers, (Parallel("worker"),))
+    manifest = Manifest(Workload("lstm", 1, 1), device, "test", {}, "", (), "", (), buffers, {}, {})
+    file = tmp_path_factory.mktemp("math") / "math.so"
+    build_module(program, manifest, file)
+    module = tvm_ffi.load_module(str(file))
+    def call(x, other=0.0):
+        arrays = [*(np.resize(v, COUNT).astype(real) for v in (x, other)), *(np.full(COUNT, -7, real) for _ in names)]
+        module.run(1, 1, 0, 1, *[a.ctypes.data for a in arrays])
+        return dict(zip(("x", "other", *names), (a[:len(x)] for a in arrays), strict=True))
+
+    call.real = real
+    return call
+
+
+def samples(real: str) -> np.ndarray:
+    largest = np.array([np.finfo(real).max]).view(f"u{np.dtype(real).itemsize}")[0]
+    positive = np.linspace(0, 1, COUNT // 4, dtype=np.longdouble) * np.longdouble(largest)
+    positive = positive.astype(largest.dtype).view(real)
+    dense = np.linspace(-20, 20, COUNT // 4, dtype=real)
+    return np.concatenate([positive, -positive, dense])
+
+
+def test_errors(functions):
+    got, limits, kind = functions(samples(functions.real)), LIMITS[functions.real], np.finfo(functions.real)
+    x = got["x"].astype(np.longdouble)
+    tanh, normal = np.tanh(x), np.abs(x) > kind.tiny
+    assert np.max(np.abs(got["tanh"] - tanh)[normal] / np.abs(tanh)[normal]) < limits[0]
+    assert np.max(np.abs(got["sigmoid"] - (0.5 + 0.5 * np.tanh(0.5 * x)))) < limits[1]
+    with np.errstate(over="ignore", under="ignore"):
+        exp = np.exp(np.clip(x, -2000, 2000))
+    usual = (exp <= kind.max) & (exp >= kind.tiny)
+    assert np.max(np.abs(got["exp"] - exp)[usual] / exp[usual]) < limits[2]
+    assert np.all(np.isinf(got["exp"][exp > np.longdouble(1.0001) * kind.max]))
+    assert np.max(np.abs(got["exp"] - exp)[exp < kind.tiny]) < 1.5 * kind.smallest_subnormal
+
+
+def test_special_values(functions):
+    got = functions(np.array([np.inf, -np.inf, np.nan, 0.0, -0.0]))
+    assert np.array_equal(got["tanh"], [1, -1, np.nan, 0, 0], equal_nan=True)
+    assert np.array_equal(got["sigmoid"], [1, 0, np.nan, 0.5, 0.5], equal_nan=True)
+    assert np.array_equal(got["exp"], [np.inf, 0, np.nan, 1, 1], equal_nan=True)
+
+
+def test_extremes_are_those_of_numpy_for_nan_too(functions):
+    values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 0.5, -0.5, 1e-45, -1e-45, 3e38], functions.real)
+    x, other = (v.ravel() for v in np.meshgrid(values, values))
+    got = functions(x, other)
+    for name, wanted in {"relu": np.maximum(x, 0), "above": np.maximum(x, 0.25), "below": np.minimum(x, 0.25),
+                         "larger": np.maximum(x, other), "smaller": np.minimum(x, other)}.items():
+        assert np.array_equal(got[name], wanted, equal_nan=True), name

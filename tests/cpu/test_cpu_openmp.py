@@ -1,7 +1,5 @@
 """Whose threads do a CPU module's work: those of the OpenMP runtime in the process, or ours; and how many."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -49,7 +47,6 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def made(folder: Path, team: int) -> list[str]:
-    """A module file, weights, and what it computes on one thread, which NumPy's float64 confirms."""
     sample = Sample(folder, "lstm", I, H, B, T, team=team)
     weights = {f"{n}_l0": p.reshape(-1, *p.shape[2:]) for n, p in sample.parameters.items()}
     np.savez(folder / "weights.npz", **weights)
@@ -63,12 +60,10 @@ def made(folder: Path, team: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> list[str]:
-    """Of a module for any number of threads."""
     return made(tmp_path_factory.mktemp("openmp"), 0)
 
 
 def run(files: list[str], program: str, **environment: str) -> None:
-    """Runs PROGRAM and this in a process of its own, without PyTorch, whoever else wants the cores."""
     done = subprocess.run([sys.executable, "-c", PROGRAM + program, *files], capture_output=True, text=True,
                           env={**os.environ, "ECORNN_CROWDED": "off", **environment}, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -76,7 +71,6 @@ def run(files: list[str], program: str, **environment: str) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "gomp", "off"])
 def test_whose_threads_work(files, mode):
-    """The same bits on any number of threads; those of ours stay for later calls."""
     run(files, f"""
 if {mode!r} != "none": openmp(threads=5).omp_set_num_threads(5)  # else a smaller region would end some of them
 most = 1
@@ -92,8 +86,7 @@ for threads in (1, 2, 5, 3):
 
 @pytest.mark.parametrize("wanted", ["", "off"])
 def test_in_pytorchs_threads_with_nothing_set(files, wanted):
-    """Between PyTorch's operations, whose threads go on spinning on the cores: a call's work is theirs, and no thread
-    is made. Where they are not to be used there are two more."""
+    """PyTorch's threads spin between its operations: a call's work is theirs. Else there are two more."""
     nothing_set = {name: value for name, value in os.environ.items()
                    if not name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "ECORNN_"))}
     program = PROGRAM + f"""
@@ -126,7 +119,6 @@ assert right(call()) and tasks() == before
 
 
 def test_within_a_region(files):
-    """Each of its threads calls; the runtime gives each a team of one."""
     run(files, """
 call, results = layer(3), []
 runtime = openmp()
@@ -176,7 +168,6 @@ assert turns._running.value == 0
 
 
 def test_calls_share_the_cores(files):
-    """Four cores; calls that run in other modules count. A forked child begins anew."""
     run(files, """
 import tvm_ffi
 from ecornn.runtime import turns
@@ -278,7 +269,6 @@ void __kmpc_fork_call(void *place, int32_t count, task_t task, void *data) {
 
 
 def test_a_runtime_without_the_entry_points_of_gnus(files, tmp_path: Path):
-    """By LLVM's own entry points, of a small library that has them."""
     source, library = tmp_path / "omp.c", tmp_path / "libomp.so.5"
     source.write_text(STANDIN)
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-pthread", source, "-o", library], check=True)
@@ -292,9 +282,7 @@ assert ctypes.c_int.in_dll(runtime, "regions").value == 2
 
 
 def test_training_in_the_runtimes_threads(tmp_path: Path):
-    """Gradients are the same to the bit as with one thread of ours."""
-    module = ecornn.compile("gru", hidden=64, input=I, batch=B, seq=T, target="cpu", training=True)
-    module.save(tmp_path / "gru.so")
+    ecornn.compile("gru", hidden=64, input=I, batch=B, seq=T, target="cpu", training=True).save(tmp_path / "gru.so")
     run([str(tmp_path / "gru.so")], """
 import ecornn
 openmp()

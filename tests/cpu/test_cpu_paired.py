@@ -1,12 +1,10 @@
 """Products of pairs on CPUs: values against float64 for every cell and kind of row, and what is packed for them."""
 
-from __future__ import annotations
-
 import msgspec.structs
 import numpy as np
 import pytest
 from cpu_sample import ALL_GATES, Sample, rows_that_fit
-from limits import relative as error
+from exact import relative as error
 from numpy_packing import pack
 from pairwise import halved
 from rooms import ROOT
@@ -29,7 +27,6 @@ BOTH = [(3, 3), (4, 4), (0, 3), (3, 0)]
 
 
 def small(gates: int, rows: int = 2, **more: int) -> dict[str, int]:
-    """Tiles of so many rows, or as many as leave registers for pairs on this CPU: one with three gates and 16."""
     return {"rows": rows_that_fit(rows, gates, pairs=3), "columns": gates,
             "project_rows": rows_that_fit(2, gates, pairs=3), "project_columns": gates, **ALL_GATES, **more}
 
@@ -58,7 +55,6 @@ def test_either_product(cell, pairs, project_pairs, tmp_path):
 
 @pytest.mark.parametrize(("cell", "rows", "columns"), [("lstm", 1, 4), ("gru", 1, 3), ("rnn_tanh", 3, 2)])
 def test_vectors_of_256_bits(cell, rows, columns, tmp_path):
-    """What a CPU of 16 registers runs, on those of 32 as well."""
     sample = Sample(tmp_path, cell, 33, 101, 4, 6, features=("avx", "avx2", "fma"), pairs=3, project_pairs=4,
                     rows=rows, columns=columns, project_rows=rows, project_columns=columns)
     compare(sample, 6, 4)
@@ -107,8 +103,7 @@ def rows_of(kind: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", ["normal", "with a mean", "positive", "uniform", "tiny", "huge", "of all sizes",
                                   "half zeros", "one hot", "one large value", "zeros", "constant"])
 def test_error_of_a_product(kind, pairs, tmp_path):
-    """Relative to the norms of a row and of the weights, as sums of dense factors are; rows of few large values, of
-    which a plain sum loses nothing, are multiplied in the plain way, and relative to their own products."""
+    """Relative to the norms of a row and of the weights; rows of few large values are multiplied in the plain way."""
     x = rows_of(kind)
     found, expected, weights = product_of(tmp_path, x, 40, project_pairs=pairs)
     sparse = kind in ("one hot", "one large value", "zeros")
@@ -129,8 +124,7 @@ def test_a_row_that_is_not_finite_spoils_no_other(bad, tmp_path):
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-37, 1e-33, 1e-20, 1e20, 1e33, 1e36])
 def test_weights_of_all_sizes(scale, tmp_path):
-    """Their pairs' products leave the range of floats, unless they are scaled. Of what is not normal some bits are
-    gone, relative to the least normal number."""
+    """Unless they are scaled, their pairs' products leave the range of floats."""
     x = rows_of("normal")
     found, expected, weights = product_of(tmp_path, x, 40, scale, project_pairs=3)
     size = norm(x) * np.linalg.norm(weights.astype(np.float64)) / np.sqrt(K)
@@ -168,17 +162,14 @@ def test_packed_sums_and_powers():
     weights = rng.standard_normal((1, 3, 12)).astype(np.float32) * np.array([1e-6, 1, 1e5], np.float32)[:, None]
     weights[0, 1] = 0
     sources, pad = (("w", 0),), (1, 3, 12)
-
     def made(dtype: str, split: tuple[int, ...]) -> np.ndarray:
         return pack(Packing(sources, pad, split, tuple(range(len(split))), dtype), {"w": weights})
-
     powers, balanced = made("balance", pad), made("balanced", pad)
     np.testing.assert_array_equal(balanced * powers[..., None], weights)
     np.testing.assert_array_equal(np.frexp(powers)[0], 0.5)
     mean = np.abs(balanced).mean(-1)[0]
     assert mean[1] == 0 and powers[0, 1] == 1 and ((mean[[0, 2]] >= 1) & (mean[[0, 2]] < 2)).all()
-    sections = balanced.reshape(1, 3, 3, 4).astype(np.float64)
-    signs = np.array([-1, 1, -1, 1])
+    sections, signs = balanced.reshape(1, 3, 3, 4).astype(np.float64), np.array([-1, 1, -1, 1])
     np.testing.assert_allclose(made("pairs", (1, 3, 3, 4)), (sections[..., 0, :] * sections[..., 1, :] * signs).sum(-1),
                                rtol=1e-6)
 
@@ -186,8 +177,7 @@ def test_packed_sums_and_powers():
 def test_what_pairs_are_for():
     work = Workload("gru", 800, 800, 20, 30)
     zen, other = resolve("znver4"), resolve("sapphirerapids")
-    schedule = CPUSequence()
-    cell = ecornn.cells.get("gru")
+    schedule, cell = CPUSequence(), ecornn.cells.get("gru")
     assert schedule.default(make_task(cell, work, zen))["pairs"]
     one = schedule.default(make_task(cell, msgspec.structs.replace(work, batch=1), zen))
     assert not one["pairs"] and not one["project_pairs"], "one batch row is bound by bytes"
@@ -199,7 +189,6 @@ def test_what_pairs_are_for():
 
 
 def test_stack_with_lengths():
-    """Pointers that name the same buffer several times, in a program put together of several."""
     module = ecornn.compile("lstm", hidden=24, input=10, layers=2, bidirectional=True, lengths=True, batch=5, seq=6,
                             target="cpu", config=small(4, pairs=3, project_pairs=4, unroll=2, chunk=4))
     rng = np.random.default_rng(0)

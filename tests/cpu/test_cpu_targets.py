@@ -1,7 +1,5 @@
 """Which instructions the code for a CPU uses: those that the module names; and CPUs that are not at hand."""
 
-from __future__ import annotations
-
 import os
 import re
 import struct
@@ -39,7 +37,6 @@ def test_nothing_is_used_that_is_not_named():
 
 @pytest.mark.skipif(not X86, reason="names of x86-64 CPUs")
 def test_features_are_those_that_llvm_uses():
-    """Every instruction set that the CPU's name lets LLVM use, of those it uses of its own accord, is named."""
     assert promised(detect().arch, "x86_64-linux-gnu") - set(detect().features) == set()
     skylake = resolve("skylake-avx512")
     assert {"avx512f", "fma", "bmi2"} <= set(skylake.features) and "avx512vnni" not in skylake.features
@@ -77,7 +74,6 @@ def test_an_object_for_arm(weights, tmp_path):
 
 @pytest.mark.skipif(not X86, reason="crosses from x86-64")
 def test_an_object_of_a_stack(tmp_path):
-    """One file, whatever the number of functions: layers of other widths and both directions are apart."""
     file = tmp_path / "stack.o"
     result = CliRunner().invoke(main, [
         "compile", "--cell", "gru", "--hidden", "16", "--input", "5", "--layers", "2", "--bidirectional", "--target",
@@ -151,7 +147,6 @@ while number < len(names):  # a child goes on until it is ended
 
 @pytest.mark.parametrize("what", ["function", pytest.param("layer", marks=pytest.mark.exhaustive)])
 def test_llvm_ends_no_process_for_a_name_that_it_knows(what: str, tmp_path: Path):
-    """Each compiles, or is refused: x86 CPUs of 32 bits are."""
     (program := tmp_path / "every_name.py").write_text(EVERY_NAME)  # TVM reads its text
     done = subprocess.run([sys.executable, program, what], capture_output=True, text=True, check=True)
     found = {(triple, name): one for triple, name, one in map(str.split, done.stdout.splitlines())}

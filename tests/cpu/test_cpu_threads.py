@@ -1,11 +1,11 @@
-"""The team of threads and the file of a CPU module: what it needs, and that it waits, ends and forks."""
+"""The team of threads and the file of a CPU module: what it needs, and that it waits, ends and forks; and turns."""
 
-from __future__ import annotations
-
+import copy
 import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import msgspec.structs
 import numpy as np
 import pytest
+import torch
 from cpu_sample import Sample
-from events import until
-from limits import relative as error
+from events import LIMIT, until
+from exact import relative as error
 
+import ecornn.torch
 from ecornn import compiler, temporary
 from ecornn.build import llvm
 from ecornn.build.llvm import generate
@@ -30,12 +32,14 @@ from ecornn.host_cpu import detect
 from ecornn.manifest import decode
 from ecornn.numpy_reference import reference
 from ecornn.program import Launch, Program
+from ecornn.runtime import plan
+from ecornn.runtime import turns as module
+from ecornn.runtime.turns import CALLS, Turns
 from ecornn.schedules.cpu.tiling import lanes_of
 
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_ours() -> Iterator[None]:
-    """Whatever this process has loaded before, and whoever else wants the cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ECORNN_OPENMP", "off")
         patch.setenv("ECORNN_CROWDED", "off")
@@ -68,8 +72,7 @@ def test_needs_tvm_ffi_and_no_other_part_of_tvm(sample):
 
 def test_manifest(sample):
     manifest = decode(str(sample.module.manifest()))
-    assert manifest.workload == sample.task.workload
-    assert manifest.device == detect()
+    assert manifest.workload == sample.task.workload and manifest.device == detect()
     assert manifest.buffers == sample.program.buffers
 
 
@@ -109,14 +112,12 @@ def test_calls_from_several_threads_at_once(sample):
 
 def test_releases_the_gil(sample, monkeypatch):
     (x, states), run, span = sample.inputs(3000, 4), sample.module.run, list[float]()
-
     def timed(*arguments: int) -> None:
         span.append(time.perf_counter())
         run(*arguments)
         span.append(time.perf_counter())
 
     def most_within() -> int:
-        """How often this thread ran while the other one computed."""
         span.clear()
         worker, seen = threading.Thread(target=lambda: sample(x, states, threads=1)), list[float]()
         worker.start()
@@ -138,8 +139,7 @@ def test_a_thread_on_the_callers_processor_moves_away(sample):
     allowed, (first, *_) = os.sched_getaffinity(0), sorted(os.sched_getaffinity(0))
     x, states = sample.inputs(400, 4)
     sample(x, states, threads=2)
-    mine = threading.get_native_id()
-    others = {int(p.name) for p in Path("/proc/self/task").iterdir()} - {mine}
+    others = {int(p.name) for p in Path("/proc/self/task").iterdir()} - {threading.get_native_id()}
     moved = 0
     try:
         os.sched_setaffinity(0, {first})  # of this thread only
@@ -158,7 +158,6 @@ def test_a_thread_on_the_callers_processor_moves_away(sample):
 
 
 def test_no_busy_threads_after_a_call(sample):
-    """All sleep at once sooner or later; one that spins never does."""
     assert right(sample, threads=4)
     others = [p for p in Path("/proc/self/task").iterdir() if p.name != str(threading.get_native_id())]
     assert len(others) >= 3
@@ -168,8 +167,7 @@ def test_no_busy_threads_after_a_call(sample):
 def test_threads_end_with_the_module(tmp_path):
     import tvm_ffi
 
-    before = tasks()
-    made = Sample(tmp_path, "rnn_tanh", 32, 128, 4, 50, team=0)
+    before, made = tasks(), Sample(tmp_path, "rnn_tanh", 32, 128, 4, 50, team=0)
     other = shutil.copy(made.file, tmp_path / "other.so")  # tvm-ffi keeps the first one for good
     made.module = tvm_ffi.load_module(str(other), keep_module_alive=False)
     x, states = made.inputs(50, 4)
@@ -200,17 +198,14 @@ def test_detect():
     found = detect()
     assert found.kind == "llvm" and found.arch not in ("", "native", "generic")
     assert found.arch == (os.environ.get("ECORNN_TEST_CPU") or found.arch)
-    assert 1 <= found.cores <= len(os.sched_getaffinity(0))
-    assert np.isfinite(found.l2) and found.memory > 1 << 28
+    assert 1 <= found.cores <= len(os.sched_getaffinity(0)) and np.isfinite(found.l2) and found.memory > 1 << 28
 
 
 def test_functions_compiled_apart_are_the_same_code():
-    """Several at a time, in threads: what is built is what is emitted."""
     planned = compiler.plan("gru", hidden=9, input=5, batch=3, bidirectional=True, training=True)
     program = compose(planned.stack, planned.workload, planned.programs(), planned.overlap)
     together, apart = (llvm.generate(program, planned.device, apart=one) for one in (False, True))
     assert len(together.objects) == 1 and len(apart.objects) == len(program.functions) == 6
-
     def code(objects: dict[str, bytes], tmp: Path) -> dict[str, str]:
         """The instructions of each function, without addresses, targets of jumps, and the padding behind it."""
         found = {}
@@ -222,14 +217,148 @@ def test_functions_compiled_apart_are_the_same_code():
                 body = re.sub(r"^ *\w+:|\b[0-9a-f]+ <.*>|#.*|0x\w+\(%rip\)", "", body, flags=re.M)
                 found[function] = re.sub(r"(\s+(data16|cs|nop[lw]?|xchg +%ax,%ax)\b.*)*\s*\Z", "", body)
         return found
-
     with temporary.folder() as folder:
         assert code(apart.objects, folder) == code(together.objects, folder)
 
 
 @pytest.mark.parametrize(("nice", "expected"), [(0, 8), (10, 2)])
-def test_a_process_that_others_go_before_compiles_less_at_once(nice: int, expected: int,
-                                                               monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_others_go_before_compiles_less_at_once(nice, expected, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "nice", lambda _: nice)
     assert llvm.at_once() == expected
+
+
+def come(turns: Turns, order: list[int], number: int) -> threading.Thread:
+    def work() -> None:
+        with turns:
+            order.append(number)
+    waiting, thread = len(turns._waiting), threading.Thread(target=work)
+    thread.start()
+    until(lambda: len(turns._waiting) == waiting + 1)
+    return thread
+
+
+def test_those_that_wait_come_in_their_order():
+    turns, order = Turns(), list[int]()
+    with turns:
+        threads = [come(turns, order, number) for number in range(5)]
+        assert not order
+    for thread in threads:
+        thread.join()
+    assert order == [*range(5)] and not turns._inside and not turns._waiting
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_no_more_at_once_than_there_are_places(places: int):
+    turns, inside, most = Turns(places), list[int](), list[int]()
+    def work(_: int) -> None:
+        for _ in range(50):
+            with turns:
+                inside.append(0)
+                most.append(len(inside))
+                time.sleep(0.0001)
+                inside.pop()
+
+    with ThreadPoolExecutor(6) as threads:
+        [*threads.map(work, range(6))]
+    assert max(most) == places and len(most) == 300 and not turns._inside and not turns._waiting
+
+
+def test_who_comes_again_soon_goes_on_for_a_few_calls(monkeypatch: pytest.MonkeyPatch):
+    """And then waits for those that waited: in a turn that somebody waits for there are as many calls as may be."""
+    monkeypatch.setattr(module, "SOON", LIMIT)
+    monkeypatch.setattr(module, "PATIENCE", LIMIT)
+    turns, order = Turns(), list[int]()
+    with turns:
+        pass
+    with turns:  # this thread has come again
+        other = come(turns, order, 1)
+    for _ in range(CALLS):
+        with turns:
+            order.append(0)
+    other.join()
+    assert order == [0] * (CALLS - 2) + [1, 0, 0] and not turns._inside and not turns._waiting
+
+
+@pytest.mark.parametrize("comes", ["nobody", "another"])
+def test_nobody_waits_for_long_for_who_does_not_come_again(comes: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "SOON", LIMIT)
+    monkeypatch.setattr(module, "PATIENCE", 0.05 if comes == "nobody" else 2 * LIMIT)
+    turns, order = Turns(), list[int]()
+    with turns:
+        pass
+    with turns:
+        waits = come(turns, order, 1)
+    if comes == "another":
+        assert not order
+        later = threading.Thread(target=lambda: order.append(2) if turns.__enter__() is None else None)
+        later.start()
+        later.join()
+    waits.join(LIMIT)
+    assert order == ([1] if comes == "nobody" else [1, 2])
+
+
+def test_an_error_ends_a_turn():
+    turns = Turns()
+    with pytest.raises(KeyError), turns:
+        raise KeyError
+    with turns:
+        pass
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    def fail(*_: object) -> None:
+        raise TimeoutError
+    before = signal.signal(signal.SIGUSR1, fail)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_who_is_interrupted_does_not_keep_a_turn(interruptible: None):
+    turns, order, leave = Turns(), list[int](), threading.Event()
+    def hold() -> None:
+        with turns:
+            leave.wait()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    until(lambda: turns._inside)
+    def interrupt() -> None:
+        until(lambda: turns._waiting)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(TimeoutError), turns:
+        raise AssertionError("nobody has left")
+    other = come(turns, order, 1)
+    leave.set()
+    holder.join()
+    other.join()
+    assert order == [1] and not turns._inside and not turns._waiting
+
+
+def test_a_forked_child_begins_anew():
+    turns = Turns()
+    with turns:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(900)
+            with turns:
+                os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_which_calls_take_turns(monkeypatch: pytest.MonkeyPatch):
+    seen = list[object]()
+    monkeypatch.setattr(plan, "in_turns", lambda function: lambda *given: seen.append(function(*given)))
+    layer = torch.nn.RNN(7, 11)  # as other tests compile it
+    theirs, model = copy.deepcopy(layer).double(), torch.nn.Sequential(layer)
+    ecornn.torch.replace(model)
+    for steps, taken in ((1, False), (1500, True), (5000, False)):
+        x = torch.randn(steps, 1, 7)
+        with torch.no_grad():
+            wanted = theirs(x.double())[0]
+            for _ in range(6):  # the short way is taken from the fourth on
+                y = model(x)[0]
+        assert bool(seen) is taken and float((y - wanted).norm()) <= 1e-5 * float(wanted.norm())
+        seen.clear()

@@ -1,7 +1,5 @@
 """Rounded weights on the CPU: values against float64 models of what is rounded, and who is refused."""
 
-from __future__ import annotations
-
 import re
 
 import ml_dtypes
@@ -9,9 +7,9 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_sample import rows_that_fit
+from exact import relative as error
 from hypothesis import given
 from hypothesis import strategies as st
-from limits import relative as error
 from numpy_packing import pack
 from pairwise import halved
 from step_cells import Chain, Peephole, run
@@ -59,21 +57,17 @@ def test_weights_are_what_was_packed_and_nothing_else_is_rounded(cell, size, kin
     weights = random_layer(cell, *size[:2])
     x, (y, last) = called(cell, size, weights, kind)
     y_ref, last_ref = reference(cell, x, as_packed(weights, kind))
-    assert error(y, y_ref) < 1e-6
-    assert all(error(a, b) < 1e-6 for a, b in zip(last, last_ref, strict=True))
+    assert error(y, y_ref) < 1e-6 and all(error(a, b) < 1e-6 for a, b in zip(last, last_ref, strict=True))
     assert error(y, reference(cell, x, weights)[0]) < ROUNDED[kind]
 
 
 def as_packed(weights: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Matrices with the values that are multiplied."""
     def rounded(w: np.ndarray) -> np.ndarray:
         return w.astype(ml_dtypes.bfloat16).astype(np.float32) if kind == "bfloat16" else unpacked(w, kind)
-
     return {n: rounded(w) if w.ndim == 2 else w for n, w in weights.items()}
 
 
 def unpacked(weights: np.ndarray, kind: str) -> np.ndarray:
-    """What the words of packed rows (R, K) stand for, by their definition: the bits of int32 values, times a scale."""
     (rows, k), group = weights.shape, {"int16": 2, "int21": 3}[kind]
     width = -(-k // group) * group
     packing = Packing((("w", 0),), (1, rows, width), (1, rows, 1, width // group, group), (0, 1, 3, 2, 4), kind)
@@ -113,7 +107,6 @@ def test_fixed_point_of_zeros_and_of_nan(kind):
 @pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("target", ["haswell", "neoverse-v1"])
 def test_other_vectors(kind, target):
-    """Of 256 bits, and of 128 on arm64: code that can be looked at anywhere."""
     text = generate(plan("gru", hidden=48, batch=4, target=target, weights=kind)).emitted["asm"]
     assert "zmm" not in text and (kind == "bfloat16" or ("scvtf" if target == "neoverse-v1" else "vcvtdq2ps") in text)
 
@@ -135,8 +128,7 @@ def test_bfloat16_weights_in_tiles(cell, columns, most):
     *(pytest.param(cell, "int8", marks=needs_vnni) for cell in ("lstm", "gru_reset_before"))])
 def test_rounded_weights_of_a_stack(cell, kind):
     T, B, I, H = 6, 5, 9, 21
-    weights = random_weights(cell, I, H, 3, 2, 2)
-    generator = np.random.default_rng(2)
+    weights, generator = random_weights(cell, I, H, 3, 2, 2), np.random.default_rng(2)
     x, masks = generator.standard_normal((T, B, I), np.float32), {"lengths": [3, 6, 0, 1, 5]}
     masks["resets"] = generator.random((T, B)) < 0.3
     module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, target="cpu", weights=kind, layers=2,
@@ -147,18 +139,15 @@ def test_rounded_weights_of_a_stack(cell, kind):
     y, last = module.bind(weights, threads=2)(given, **masks)
     y_ref, last_ref = reference(cell, x, as_packed(weights, kind) if kind == "bfloat16" else weights, **masks)
     limit = {**ROUNDED, "bfloat16": 1e-6, "int8": 3e-2}[kind]  # of int8 each of two layers about 1e-2
-    assert error(y, y_ref) < limit
-    assert all(error(a, b) < limit for a, b in zip(last, last_ref, strict=True))
+    assert error(y, y_ref) < limit and all(error(a, b) < limit for a, b in zip(last, last_ref, strict=True))
 
 
 def quantized(values: np.ndarray) -> np.ndarray:
-    """Rows as multiples of 1/127 of their largest magnitude."""
     scale = np.abs(values).max(-1, keepdims=True) / 127
     return np.rint(values / np.where(scale > 0, scale, 1)) * scale
 
 
 def int8_model(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
-    """y, with both factors of every matrix product quantized."""
     w, r, bw, br = (weights[f"{n}_l0"].astype(np.float64) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
     w, r, hidden = quantized(w), quantized(r), r.shape[1]
     h = c = np.zeros((x.shape[1], hidden))
@@ -185,8 +174,7 @@ def test_int8_weights_are_those_of_the_model(cell, size):
     weights = random_layer(cell, *size[:2])
     x, (y, _) = called(cell, size, weights, "int8")
     # a value in the middle between two integers may fall to either side
-    assert error(y, int8_model(cell, x, weights)) < 1e-3
-    assert error(y, reference(cell, x, weights)[0]) < 5e-2
+    assert error(y, int8_model(cell, x, weights)) < 1e-3 and error(y, reference(cell, x, weights)[0]) < 5e-2
 
 
 @needs_vnni
@@ -197,7 +185,6 @@ def test_int8_error_at_a_usual_size():
 
 
 def test_int8_on_vectors_of_256_bits():
-    """Alder Lake has VNNI without AVX-512; its code can be looked at anywhere."""
     text = generate(plan("gru", hidden=48, batch=4, target="alderlake", weights="int8")).emitted["asm"]
     assert re.search(r"vpdpbusd\t.*%ymm", text) and "zmm" not in text
 
@@ -220,8 +207,7 @@ def test_smaller_batches_threads_and_pieces_give_the_same(kind):
     x = np.random.default_rng(2).standard_normal((11, 6, 24), np.float32)
     y, last = module.bind(weights, threads=1)(x)
     many = module.bind(weights, threads=3)
-    assert np.array_equal(many(x)[0], y)
-    assert np.array_equal(many(np.ascontiguousarray(x[:, 2:3]))[0], y[:, 2:3])
+    assert np.array_equal(many(x)[0], y) and np.array_equal(many(np.ascontiguousarray(x[:, 2:3]))[0], y[:, 2:3])
     first, state = many(x[:4])
     rest, state = many(x[4:], state)
     assert np.array_equal(np.concatenate([first, rest]), y) and np.array_equal(state[0], last[0])

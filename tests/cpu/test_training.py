@@ -1,11 +1,10 @@
 """``Layer.forward`` and ``Layer.backward``: stacks against float64, what is kept, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 
 import ecornn
 from ecornn.compiler import plan
@@ -23,8 +22,6 @@ def weights_of(module: Any, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 class Layer:
-    """A bound layer, and random arguments of it."""
-
     def __init__(self, cell: str, batch: int = B + 1, **properties: Any) -> None:
         self.cell = cell
         self.module = ecornn.compile(cell, hidden=H, input=I, batch=batch, seq=T, target="cpu", training=True,
@@ -33,10 +30,8 @@ class Layer:
         self.bound = self.module.bind(self.weights)
         rng, stack, dtype = np.random.default_rng(1), self.module.manifest.stack, self.module.manifest.workload.dtype
         shape = (B, H) if stack.count == 1 else (stack.count, B, H)
-
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(dtype)
-
         self.x, self.dy = normal(T, B, I), normal(T, B, H * stack.directions)
         self.states = [normal(*shape) for _ in self.module.manifest.states]
         self.dstates = [normal(*shape) for _ in self.states]
@@ -70,8 +65,7 @@ def test_stacks(cell, properties):
     y, after, kept = layer.bound.forward(layer.x, layer.states, **layer.masks)
     again, last = layer.bound(layer.x, layer.states, **layer.masks)
     assert np.array_equal(y, again) and all(map(np.array_equal, after, last))
-    found = layer.bound.backward(kept, layer.dy, layer.dstates)
-    masks = dict(layer.masks)
+    found, masks = layer.bound.backward(kept, layer.dy, layer.dstates), dict(layer.masks)
     reverse = layer.module.manifest.stack.reverse
     flip = (lambda a: a[::-1]) if reverse else (lambda a: a)
     if reverse:  # a mark at step t starts a sequence there in x's time; backwards it begins behind its last step
@@ -87,7 +81,6 @@ def test_stacks(cell, properties):
 
 
 def test_zeros_are_what_is_left_out(lstm: Layer):
-    """No first states, no gradient of the last ones, or none of y."""
     zero = [np.zeros_like(s) for s in lstm.states]
     _, _, kept = lstm.bound.forward(lstm.x)
     found = lstm.bound.backward(kept, lstm.dy)
@@ -102,8 +95,7 @@ def test_zeros_are_what_is_left_out(lstm: Layer):
 
 
 def test_gradients_are_added_to_what_is_given(lstm: Layer):
-    once = lstm.run()
-    sums = {n: np.full_like(w, 2.0) for n, w in lstm.weights.items()}
+    once, sums = lstm.run(), {n: np.full_like(w, 2.0) for n, w in lstm.weights.items()}
     _, _, kept = lstm.bound.forward(lstm.x, lstm.states)
     found = lstm.bound.backward(kept, lstm.dy, lstm.dstates, gradients=sums)
     for name, value in once.weights.items():
@@ -133,35 +125,27 @@ def test_two_calls_at_the_same_time_do_not_mix(lstm: Layer):
                                                       ("lstm", "gates", 5), ("gru", "states", 0),
                                                       ("gru", "gates", 5), ("rnn_tanh", "gates", 0)])
 def test_what_is_kept_is_what_is_said(cell, keep, values):
-    """So many values of 4 bytes for each step, row and unit, beside y, which the caller has."""
     layer = Layer(cell, keep=keep)
     y, _, kept = layer.bound.forward(layer.x, layer.states)
     batch, most, room = layer.x.shape[1], layer.module.manifest.workload.batch, 256 * values
-    assert kept.nbytes == layer.bound.kept_bytes(T, batch)
-    assert 0 <= kept.nbytes - 4 * values * batch * T * H <= room
+    assert kept.nbytes == layer.bound.kept_bytes(T, batch) and 0 <= kept.nbytes - 4 * values * batch * T * H <= room
     assert 0 <= layer.bound.kept_bytes(T) - 4 * values * most * T * H <= room
-    assert layer.bound.kept_bytes(T) == layer.bound.kept_bytes(T, most)
-    assert kept.y[0] is y
+    assert layer.bound.kept_bytes(T) == layer.bound.kept_bytes(T, most) and kept.y[0] is y
 
 
 def test_what_is_kept_where_it_is_left_open():
-    """Gates, but for long sequences."""
     def keep(target: str, **sizes: int) -> str | None:
         return plan("lstm", training=True, target=target, **sizes).stack.keep
-
     assert keep("cpu", hidden=800, batch=20, seq=300) == "gates"
     assert keep("cpu", hidden=256, batch=4, seq=100_000) == "states"
     assert keep("sm_90a", hidden=800, batch=20, seq=300) == "gates"
     assert keep("sm_90a", hidden=256, batch=4, seq=100_000, dtype="float32") == "states"
     assert plan("lstm", hidden=8, training=True, keep="gates", target="sm_90a").stack.keep == "gates"
-    with pytest.raises(ArgumentError, match=r"keep.*training=True"):
-        plan("lstm", hidden=8, keep="states", target="cpu")
-    with pytest.raises(ArgumentError, match=r"keep.*states, gates"):
-        plan("lstm", hidden=8, training=True, keep="all", target="cpu")
+    refused(ArgumentError, r"keep.*training=True", plan, "lstm", hidden=8, keep="states", target="cpu")
+    refused(ArgumentError, r"keep.*states, gates", plan, "lstm", hidden=8, training=True, keep="all", target="cpu")
 
 
 def test_what_is_kept_in_a_callers_memory(lstm: Layer):
-    """Of fewer rows than were compiled for, less; nothing is written behind it; from a copy the same gradients."""
     x, dy = lstm.x[:, :2].copy(), lstm.dy[:, :2].copy()
     size = lstm.bound.kept_bytes(T, 2)
     assert 20 * 2 * T * H <= size <= 20 * 2 * T * H + 5 * 256
@@ -169,26 +153,21 @@ def test_what_is_kept_in_a_callers_memory(lstm: Layer):
     y, _, kept = lstm.bound.forward(x, memory=room[:size])
     assert np.all(room[size:] == 0x5A)
     wanted = lstm.bound.backward(kept, dy)
-    again = lstm.bound.kept_in(room[:size].copy(), x, y)
-    found = lstm.bound.backward(again, dy)
+    found = lstm.bound.backward(lstm.bound.kept_in(room[:size].copy(), x, y), dy)
     assert np.array_equal(found.x, wanted.x)
     assert all(np.array_equal(found.weights[n], w) for n, w in wanted.weights.items())
     for call in (lambda memory: lstm.bound.forward(x, memory=memory), lambda memory: lstm.bound.kept_in(memory, x, y)):
         for wrong in (room, room[:size].view(np.int8), np.zeros(2 * size, np.uint8)[::2]):
-            with pytest.raises(ArgumentError, match="memory"):
-                call(wrong)
-    with pytest.raises(ShapeError, match=r"y\.shape"):
-        lstm.bound.kept_in(room[:size], x, y[1:])
+            refused(ArgumentError, "memory", call, wrong)
+    refused(ShapeError, r"y\.shape", lstm.bound.kept_in, room[:size], x, y[1:])
 
 
 def test_a_long_sequence_takes_no_more_workspace(lstm: Layer):
-    """All that grows with T is what is kept."""
     assert lstm.bound.training_workspace_bytes(100_000) == lstm.bound.training_workspace_bytes(10)
 
 
 def test_tensors(lstm: Layer):
-    torch = pytest.importorskip("torch")
-    wanted = lstm.run()
+    torch, wanted = pytest.importorskip("torch"), lstm.run()
     x, dy = torch.from_numpy(lstm.x), torch.from_numpy(lstm.dy)
     _, _, kept = lstm.bound.forward(x, [torch.from_numpy(s) for s in lstm.states])
     found = lstm.bound.backward(kept, dy, tuple(torch.from_numpy(s) for s in lstm.dstates))
@@ -199,32 +178,24 @@ def test_tensors(lstm: Layer):
 def test_what_does_not_fit_is_refused_before_anything_runs(lstm: Layer):
     forward, backward = lstm.bound.forward, lstm.bound.backward
     _, _, kept = forward(lstm.x, lstm.states)
-    with pytest.raises(ShapeError, match=r"dy.shape"):
-        backward(kept, lstm.dy[1:])
-    with pytest.raises(DTypeError, match=r"dy.dtype"):
-        backward(kept, lstm.dy.astype(np.float64))
-    with pytest.raises(ArgumentError, match="dstate"):
-        backward(kept, lstm.dy, lstm.dstates[0])
-    with pytest.raises(ShapeError, match=r"dstate\[1\].shape"):
-        backward(kept, lstm.dy, [lstm.dstates[0], lstm.dstates[1][1:]])
-    with pytest.raises(ArgumentError, match="gradients"):
-        backward(kept, lstm.dy, gradients={})
+    refused(ShapeError, r"dy.shape", backward, kept, lstm.dy[1:])
+    refused(DTypeError, r"dy.dtype", backward, kept, lstm.dy.astype(np.float64))
+    refused(ArgumentError, "dstate", backward, kept, lstm.dy, lstm.dstates[0])
+    refused(ShapeError, r"dstate\[1\].shape", backward, kept, lstm.dy, [lstm.dstates[0], lstm.dstates[1][1:]])
+    refused(ArgumentError, "gradients", backward, kept, lstm.dy, gradients={})
     with pytest.raises(DTypeError, match="float32"):
         backward(kept, lstm.dy, gradients={n: w.astype(np.float64) for n, w in lstm.weights.items()})
-    with pytest.raises(ArgumentError, match="forward"):
-        backward("kept", lstm.dy)  # type: ignore[arg-type]
+    refused(ArgumentError, "forward", backward, "kept", lstm.dy)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="this very layer"):
         lstm.module.bind(lstm.weights).backward(kept, lstm.dy)
     backward(kept, lstm.dy)  # nothing of that has used it up
-    with pytest.raises(ArgumentError, match="one backward"):
-        backward(kept, lstm.dy)
+    refused(ArgumentError, "one backward", backward, kept, lstm.dy)
 
 
 def test_modules_that_do_not_train_say_so():
     module = ecornn.compile("gru", hidden=8, target="cpu")
     layer = module.bind({p.name: np.zeros(p.shape, np.float32) for p in module.manifest.parameters})
-    with pytest.raises(ModuleError, match="training=True"):
-        layer.forward(np.zeros((2, 1, 8), np.float32))
+    refused(ModuleError, "training=True", layer.forward, np.zeros((2, 1, 8), np.float32))
     with pytest.raises(ArgumentError, match="training"):
         ecornn.compile("gru", hidden=8, target="cpu", training="yes")  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="float32 weights"):

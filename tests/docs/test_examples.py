@@ -1,7 +1,5 @@
 """The examples end to end, as a user runs them: from another folder, with records of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -19,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
-    """What the script prints, on a machine made to look as if it had no GPU."""
     result = subprocess.run(
         [sys.executable, EXAMPLES / script, *arguments], cwd=cwd, capture_output=True, text=True,
         env=os.environ | {"ECORNN_TUNING_LOGS": str(cwd / "logs"), "CUDA_VISIBLE_DEVICES": ""} | environment)
@@ -28,7 +25,6 @@ def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environ
 
 
 def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
-    """A reference that says something else must end in exit code 1."""
     ecornn.compile("gru", hidden=20, input=12, batch=3, seq=7, target="cpu", out=tmp_path / "gru.so")
     text = run("00_first_run.py", "gru.so", cwd=tmp_path)
     assert float(re.search(r"against float64: (\S+),", text)[1]) <= 1e-5 and "us a step" in text
@@ -39,7 +35,6 @@ def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the digits were read with PyTorch."""
     folder = tmp_path_factory.mktemp("digits")
     text = run("01_digits.py", cwd=folder)
     assert float(re.search(r"accuracy (\S+)% of 449", text)[1]) >= 95
@@ -54,7 +49,6 @@ def test_digits(searched: Path):
 
 @pytest.mark.exhaustive
 def test_digits_without_pytorch(searched: Path):
-    """Again as if it were not installed, and without a new search."""
     (searched / "torch.py").write_text("raise ImportError('not installed')\n")
     text = run("01_digits.py", cwd=searched, PYTHONPATH=str(searched))
     assert "This run is finished" in text

@@ -1,7 +1,4 @@
-"""The examples of training, small: what they print, and that they notice what is wrong; and what examples share: steps,
-their times, and what they keep; sessions that are served, and wrong answers of these."""
-
-from __future__ import annotations
+"""The examples of training, small: what they print, that they notice what is wrong, and what they share."""
 
 import asyncio
 import copy
@@ -41,14 +38,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(example: Any, *arguments: object, code: int = 0) -> str:
-    """What an example prints."""
     result = CliRunner().invoke(example.main, [*map(str, arguments)])
     assert result.exit_code == code and (code or not result.exception), result.output
     return result.output
 
 
 def wrong_replace(model: torch.nn.Module, **options: Any) -> ecornn.torch.Report:
-    """Layers that are not quite what they were."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "weight_hh" in name:
@@ -94,7 +89,6 @@ def test_letters_are_read_without_repetitions_and_blanks():
 
 
 def test_sound_has_the_tones_of_its_letters():
-    """Letters of different tones have different spectra, the same ones nearly the same, whoever speaks."""
     def spectrum(letter: str, seed: int) -> np.ndarray:
         sound = speech.spoken(5 * letter, speech.RATE // 2, np.random.default_rng(seed))
         assert sound.shape == (speech.RATE // 2,)
@@ -102,7 +96,6 @@ def test_sound_has_the_tones_of_its_letters():
 
     def alike(a: np.ndarray, b: np.ndarray) -> float:
         return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
     assert alike(spectrum("a", 0), spectrum("a", 1)) > 0.8 > 0.7 > alike(spectrum("a", 0), spectrum("p", 1))
     frames, batch = 24, 3
     spectra, letters, lengths = speech.batch_of(["a", "bcd"], frames, batch, np.random.default_rng(0))
@@ -132,7 +125,6 @@ def test_dates():
 
 
 def test_many_layers():
-    """As deep as it is written, which is what it is about, and too little to be deep."""
     sizes = "--layers", 12, "--hidden", 16, "--steps", 12, "--batch", 8, "--seconds", 0
     text = run(deep, *sizes, "--updates", 60, "--rate", 1e-2, "--limit", 0.0)
     assert "12 layers compiled" in text and len(re.findall(r"MiB are kept for a layer", text)) == 2
@@ -147,7 +139,6 @@ def test_help_teaches(name: str):
 
 
 def test_they_are_programs(tmp_path: Path):
-    """In another folder, too."""
     command = [sys.executable, ROOT / "examples" / f"{NAMES[0]}.py", "--help"]
     assert b"--vocabulary" in subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout
 
@@ -187,7 +178,6 @@ def test_models_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_dropout_that_drops_nothing():
-    """What gradients are checked with, in both layers."""
     theirs, plain, x = nn.LSTM(8, 8, 2, dropout=compare_models.NOTHING), nn.LSTM(8, 8, 2), torch.randn(5, 3, 8)
     plain.load_state_dict(theirs.state_dict())
     assert torch.equal(theirs(x)[0], plain(x)[0])
@@ -230,7 +220,6 @@ def test_a_step_is_that_of_pytorch():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what PyTorch's tracer looks at
 def test_compiled_parts_make_the_same_step(monkeypatch: pytest.MonkeyPatch):
-    """Clipped and not: traced by PyTorch's compiler, carried out as traced."""
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, options=None, **how: compile(function, backend="eager",
                                                                                         **how))
@@ -264,8 +253,7 @@ def test_graphs_compute_what_steps_do(with_loss: bool):
 
 
 def test_memory_is_that_of_saved_tensors():
-    """By the layer that saves first: ``first`` keeps x; tanh, which is the model's own, its output, and ``second``
-    nothing more. A second step finds the same. No hooks are left, also by a layer that fails."""
+    """By the layer that saves first. A second step finds the same; no hooks are left, also by a layer that fails."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(BATCH, WIDTH)
     for _ in range(2):
@@ -280,20 +268,16 @@ def test_sides_take_turns():
     calls: list[str] = []
     times = take_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, seconds=0.0, together=2,
                        fewest=3)
-    assert "".join(calls) == "ab" + 3 * "aabb"
-    assert len(times["a"]) == len(times["b"]) == 3
+    assert "".join(calls) == "ab" + 3 * "aabb" and len(times["a"]) == len(times["b"]) == 3
 
 
 def test_text():
-    """It is real, and enough."""
     found = words(reference())
     assert len(found) > 50_000 and {"the", "generator", ".", "yield"} <= {*found}
     tokens, names = numbered(found, 100)
     assert len(names) == 100 and names[int(tokens[7])] in (found[7], "<unk>")
-    counts = torch.bincount(tokens)[1:].tolist()
-    assert all(a >= b for a, b in pairwise(counts))
-    columns = in_columns(torch.arange(10), 3)
-    assert columns.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert all(a >= b for a, b in pairwise(torch.bincount(tokens)[1:].tolist()))
+    assert in_columns(torch.arange(10), 3).tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 
 @pytest.mark.slow
@@ -308,11 +292,9 @@ def test_percentiles():
 
 def test_steps_that_wait_share_a_call():
     called: list[int] = []
-
     def adding(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         called.append(len(x))
         return h + x, c + 2 * x
-
     async def calls() -> list[float]:
         sessions = serving.Sessions(adding, 1, 1, most=3, capacity=4)
         # two steps of a, and more rows than a call has
@@ -328,8 +310,7 @@ def test_steps_that_wait_share_a_call():
             values.append(float((await sessions.step(name, np.float32([value])))[0]))
         return values
 
-    assert asyncio.run(calls()) == [1, 10, 3, 100, 1000, 5, 1001]
-    assert called == [3, 2, 1, 1]
+    assert asyncio.run(calls()) == [1, 10, 3, 100, 1000, 5, 1001] and called == [3, 2, 1, 1]
 
 
 def test_a_client_that_went_away_takes_no_answer():

@@ -1,7 +1,4 @@
-"""Generated CUDA source as C++: inline PTX becomes calls of what ``cuda_on_cpu.h`` declares. An instruction that is not
-known here fails the test."""
-
-from __future__ import annotations
+"""Generated CUDA source as C++: inline PTX becomes calls of ``cuda_on_cpu.h``. An unknown instruction is an error."""
 
 import re
 
@@ -87,7 +84,6 @@ _RULES = {re.compile(pattern): does for pattern, does in {
 
 
 def instruction(text: str, outs: list[str], ins: list[str]) -> str:
-    """C++ that does what one PTX instruction does."""
     name, every = text.split(" ")[0].rstrip(";"), ", ".join(outs + ins)
     if copy := _COPY.fullmatch(text):
         return f"emu::cp_async({ins[0]}, {ins[1]}, {copy[1]}, {ins[2] if copy[2] else copy[1]})"
@@ -131,7 +127,6 @@ def _replace(match: re.Match[str]) -> str:
 
 
 def translate(source: str) -> str:
-    """Generated CUDA source as C++ for ``cuda_on_cpu.h``, without the headers of CUDA."""
     text = source.split("#define ushort unsigned short", 1)[1].split("#endif", 1)[1]
     text = re.sub(r'\basm(?: volatile)?\("([^"]*)"((?:[^;"]|"[^"]*")*)\);', _replace, text)
     assert not re.search(r"\basm\b", text), "inline assembly that was not translated"

@@ -1,9 +1,4 @@
-"""Runs CUDA programs on the CPU, for tests without a GPU: generated source, compiled for the host.
-
-``cuda_as_cpp.py`` makes C++ of it, which calls what ``cuda_on_cpu.h`` declares and ``cuda_on_cpu.cc`` does.
-"""
-
-from __future__ import annotations
+"""Runs CUDA programs on the CPU: ``cuda_as_cpp.py`` makes C++, ``cuda_on_cpu.h`` and ``.cc`` carry it out."""
 
 import atexit
 import ctypes
@@ -26,9 +21,8 @@ from ecornn.build.link import find_compiler
 
 Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16),
-          "bfloat16": np.dtype(ml_dtypes.bfloat16), "uint32": np.dtype(np.uint32),
-          "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+          "uint32": np.dtype(np.uint32), "int32": np.dtype(np.int32), "uint8": np.dtype(np.uint8)}
 
 # Threads are fibers, between which longjmp goes, which hardened compilers refuse unless told.
 COMPILE = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
@@ -37,8 +31,7 @@ KERNELS = (*COMPILE, "-O0")  # most of a test's time is the compiler's
 
 @lru_cache(maxsize=1)
 def emulation() -> Path:
-    """A folder with the header, what the compiler makes of it, since every kernel includes it, and ``emulation.so``,
-    which carries out what it declares."""
+    """A folder with the precompiled header, and ``emulation.so``, which carries out what it declares."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     header = Path(folder.name, HEADER.name)
@@ -120,15 +113,13 @@ class Emulated:
         return y, out
 
     def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = programs.RUN, add: bool = True) -> None:
-        """An entry's calls on the buffers; ``add``: gradients of parameters are added to what is there."""
         scalars = {"T": steps, "B": batch, "add": int(add)}
         for call, values, own in _in_turn(self.program.entries[entry].calls, scalars, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
     def memory(self, steps: int, parameters: Mapping[str, np.ndarray],
                given: Callable[[programs.Buffer], np.ndarray | int | None]) -> Memory:
-        """Buffers before a call: packed parameters; what is ``given`` of another one, or NaN, as many elements as it
-        says or as the buffer's extent, with a guard behind."""
+        """Buffers before a call: packed parameters; what is ``given``, or NaN; a guard behind each."""
         memory = {}
         for b in self.program.buffers:
             if b.role == programs.PACKED:
@@ -174,7 +165,6 @@ Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalar
 
 
 def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
-    """One launch after the other; of branches that run at the same time, one of each in turn."""
     for call in calls:
         if isinstance(call, programs.Concurrent):
             yield from _mixed([_in_turn(branch, values, memory) for branch in call.branches])
@@ -239,13 +229,10 @@ def pack(packing: programs.Packing, parameters: Mapping[str, np.ndarray]) -> np.
 
 def inputs(cell: str, sizes: tuple[int, int, int, int], dtype: str, shapes: Mapping[str, tuple[int, ...]],
            states: tuple[str, ...], seed: int = 0) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Random x, states and parameters (G, H[, K]) in the dtype, reproducible."""
     steps, batch, input, hidden = sizes
     generator = np.random.default_rng([seed, *sizes, len(cell)])
-
     def draw(shape: tuple[int, ...], scale: float) -> np.ndarray:
         return generator.uniform(-scale, scale, shape).astype(DTYPES[dtype])
-
     x = draw((steps, batch, input), 1.5)
     parameters = {n: draw(s, hidden ** -0.5) for n, s in shapes.items()}
     return x, {s: draw((batch, hidden), 1.0) for s in states}, parameters

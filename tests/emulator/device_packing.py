@@ -1,7 +1,5 @@
 """The kernel that packs weights on a GPU, emulated on the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import tempfile
 from functools import cache
@@ -20,7 +18,6 @@ MARK = "#define ushort unsigned short\n#endif\n"  # where the text begins that i
 
 @cache
 def kernel() -> Any:
-    """The function of the emulation."""
     source = resources.files("ecornn.build").joinpath("pack_weights.cu").read_text()
     library = compiled(translate(MARK + source), [PACK_SYMBOL], Path(tempfile.mkdtemp()))
     function = getattr(library, f"emu_{PACK_SYMBOL}")
@@ -30,11 +27,9 @@ def kernel() -> Any:
 
 def pack(device: int, queue: int, works: int, jobs: int, sources: int, places: int, count: int, kind: int,
          *parameters: int) -> None:
-    """``pack`` of a module: what host_cuda.cc makes of its arguments."""
     pointers = [ctypes.c_uint64(p) for p in (works, jobs, sources, places)]
     values = [ctypes.c_int32(count), ctypes.c_int32(kind)]
-    room = (ctypes.c_uint64 * PARAMETERS)(*parameters)
-    given = [*pointers, *values, room]
+    given = [*pointers, *values, (ctypes.c_uint64 * PARAMETERS)(*parameters)]
     array = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
     fault = kernel()((count + 7) // 8, 256, array, ctypes.c_bool(True), ctypes.c_bool(False), 1)
     assert fault is None, fault

@@ -1,8 +1,6 @@
-"""Emulated programs against float64: what tests of several schedules share."""
+"""Emulated programs against float64: what tests of several schedules share; training steps, both entries."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from functools import partial
 from itertools import pairwise
@@ -13,10 +11,10 @@ import numpy as np
 import pytest
 import step_cells
 from cuda_on_cpu import GUARD, Emulated, inputs
-from exact import ALL_CELLS, Forward, expected, unmarked
-from limits import Wanted
+from exact import ALL_CELLS, Forward, Wanted, expected, relative, unmarked
 from msgspec.structs import replace
 
+from ecornn import program as programs
 from ecornn.analysis import analyse
 from ecornn.cells import Cell, get
 from ecornn.device import Device
@@ -41,21 +39,18 @@ def known_by_name(cells: Mapping[str, Cell]) -> Any:
             monkeypatch.setitem(ALL_CELLS, name, cell)
             if hasattr(cell, "formula"):  # others are interpreted
                 monkeypatch.setitem(step_cells.CELLS, name, cell)
-
     return known
 
 
 def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY,
             traversal: Traversal = ALONE) -> Task:
-    """``dtype``: also tf32, or as ``float16, int8`` with what weights are rounded to."""
     T, B, I, H = sizes
     found: Cell = ALL_CELLS.get(cell) or get(cell)
     if cell in step_cells.SQUARE:
         I = H
     kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
     kind, _, weights = kind.partition(", ")
-    work = Workload(cell, H, I, B, T, kind, weights or None, precision)
-    return Task(work, analyse(found, I, H), device, traversal)
+    return Task(Workload(cell, H, I, B, T, kind, weights or None, precision), analyse(found, I, H), device, traversal)
 
 
 def rounded_weights(task: Task, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -68,7 +63,6 @@ def rounded_weights(task: Task, parameters: Mapping[str, np.ndarray]) -> dict[st
 
 
 def in_integers(values: np.ndarray) -> np.ndarray:
-    """Rows rounded to multiples of their largest magnitude / 127."""
     step = np.abs(values).max(-1, keepdims=True) / 127
     return np.round(values / np.where(step, step, 1)) * step
 
@@ -96,17 +90,12 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         states = {name: value.astype(x.dtype) for name, value in zip(states, more, strict=True)}
     emulated = Emulated(program, folder, lazy=lazy)
     rows, after = emulated.run(x, states, parameters, masks, traversal.directions * graph.written, *program.entries)
-
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: value.astype(np.float64) for name, value in tensors.items()}
-
     weights = rounded_weights(task, parameters)
-
     def reference(forward: Forward) -> Any:
         return expected(w.cell, traversal, x.astype(np.float64), exact(states), weights, masks, forward)
-
-    wanted = Wanted(w.arithmetic, reference)
-    values = graph.written * w.hidden
+    wanted, values = Wanted(w.arithmetic, reference), graph.written * w.hidden
     own = slice(traversal.y_offset(values), traversal.y_offset(values) + values)
     others = np.ascontiguousarray(np.delete(rows, own, axis=2))
     assert (others.view(np.uint8) == 0xFF).all(), "y of the other direction was written"
@@ -117,8 +106,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     if traversal.sequences:
         assert not y[masks["sequences"] < 0].astype(np.float32).any()
     for state in [b.state for b in program.buffers if b.tensor == "state_kept"]:
-        whole = emulated.kept[f"{state}_kept"]
-        size = w.seq * len(x[0]) * w.hidden
+        whole, size = emulated.kept[f"{state}_kept"], w.seq * len(x[0]) * w.hidden
         found, rest = whole[:size].reshape(w.seq, -1, w.hidden), whole[size:-GUARD // w.itemsize]
         assert whole.dtype == y.dtype and (rest.view(np.uint8) == 0xFF).all(), "rows that the call has not were written"
         wanted = Wanted(w.arithmetic, partial(lambda name, forward: reference(after_each_step(forward, name)), state))
@@ -128,33 +116,26 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
 
 def training_program(schedule: Schedule, task: Task, overlap: Overlap = SERIAL,
                      behind: Schedule | None = None) -> Program:
-    """The program of a schedule's default, with a backward pass by ``behind``, or what is expected to be fastest."""
     inner = adjoint_task(task)
     behind = behind or serving_or_raise(inner)[0]
     return make_program(schedule, task, schedule.default(task), (behind, behind.default(inner)), overlap)
 
 
 def only(program: Program, entry: str) -> Program:
-    """A program with that entry alone."""
     found = program.entries[entry]
     return changed(program, functions={c.function: program.functions[c.function] for c in launches(found.calls)},
                    buffers=tuple(b for b in program.buffers if b.name in found.takes), entries={entry: found})
 
 
 def after_each_step(forward: Forward, state: str) -> Forward:
-    """As ``forward``, with a state of that name after each step in place of y."""
-
     def run(cell: str, x: Any, states: dict[str, Any], parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ends = [forward(cell, x[:t], states, parameters)[1] for t in range(1, len(x) + 1)]
         return np.stack([end[state] for end in ends]), ends[-1]
-
     return run
 
 
 def masks_of(traversal: Traversal, steps: int, batch: int, together: int = 1) -> dict[str, np.ndarray]:
-    """Lengths of 0 up to ``steps``, resets of about a third of all steps, and sequences with gaps between some of them,
-    if it has them. In most groups of ``together`` columns (0: one group) many neighbours share a sequence,
-    whose pieces are often as near to each other as they may be."""
+    """Lengths up to ``steps``, resets of a third of all steps, sequences with gaps, near each other if ``together``."""
     rng = np.random.default_rng(steps * 100 + batch)
     if traversal.sequences:
         found = []
@@ -178,7 +159,50 @@ def masks_of(traversal: Traversal, steps: int, batch: int, together: int = 1) ->
 
 
 def _numbered(table: np.ndarray) -> np.ndarray:
-    """With numbers from 0 on, and at least one sequence."""
     if table.max() < 0:
         table[0, 0] = 0
     return np.searchsorted(np.unique(table[table >= 0]), table) - (table < 0)
+
+
+def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int], parameters: Mapping[str, Any],
+          steps: int, batch: int, add: bool = False, apart: bool = False) -> dict[str, Any]:
+    """What the two entries make of ``given``, arrays by the names of buffers, and of parameters in te shape: float64,
+    by the names of buffers. What is written holds NaN before, and has a guard behind it; workspaces hold nothing
+    between the entries.
+
+    made : elements of those that have no extent
+    add : gradients of parameters are added to ones, which the results lack again
+    apart : what is kept is the caller's, and stays as it is; otherwise the gradient of x, and workspaces, are written
+        over it where the program allows that
+    """
+    program, kept = emulated.program, dict[str, Any]()
+    memory = emulated.memory(steps, parameters, lambda b: np.full(parameters[b.state].size, 1.0 if add else np.nan)
+                             if b.tensor == "gradient" else given.get(b.name, made.get(b.name)))
+    if not apart:
+        if program.dx_in and memory["dx"].nbytes == memory[program.dx_in].nbytes:
+            memory["dx"] = memory[program.dx_in]
+        memory |= {own: memory[place] for own, place in program.in_place.items()}
+    for entry in (FORWARD, programs.BACKWARD):
+        kept = {b.name: memory[b.name].copy() for b in program.buffers if b.role == programs.KEPT}
+        for b in program.buffers:
+            if b.role == programs.WORKSPACE and (apart or b.name not in program.in_place):
+                memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
+        emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, steps, batch, entry, add)
+    emulated.check_guards(memory)
+    assert not apart or all((memory[n].view(np.uint8) == a.view(np.uint8)).all() for n, a in kept.items())
+    return {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) - (add if b.tensor == "gradient" else 0)
+            for b in program.buffers if b.role == programs.MADE}
+
+
+def train_call(emulated: Emulated, states: Sequence[str], call: Any, **how: bool) -> dict[str, Any]:
+    given = {n: v for n in ("x", "dy", "lengths", "resets", "sequences") if (v := getattr(call, n, None)) is not None}
+    made = {"y": call.dy.size, "dx": call.x.size}
+    for name, first, last in zip(states, call.states, call.dstates, strict=True):
+        given |= {f"{name}_in": first, f"d{name}_out": last}
+        made |= {f"{name}_out": first.size, f"d{name}_in": first.size}
+    return train(emulated, given, made, call.parameters, *call.x.shape[:2], **how)
+
+
+def check(found: Mapping[str, Any], wanted: Mapping[str, Any], limit: float) -> None:
+    for name, value in wanted.items():
+        assert relative(found[name].reshape(-1), value.reshape(-1), 1e-6) < limit, name

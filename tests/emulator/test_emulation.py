@@ -6,8 +6,6 @@ fences, releases and acquires are dropped one by one, but where others make up f
 What it does not see: the order of shared memory between blocks of a cluster, which mbarriers count, and wgmma.fence.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess
@@ -23,7 +21,7 @@ import pytest
 import step_cells
 from cuda_on_cpu import Emulated, Fault, compiled, inputs
 from emulated import task_of
-from limits import Wanted, relative
+from exact import Wanted, relative
 from msgspec.structs import replace
 from step_cells import Thrice
 from test_backward_recurrence_emulated import check_recurrence
@@ -78,7 +76,6 @@ def program_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Task, Any]:
 
 
 def without(text: str, numbers: tuple[int, ...], count: int) -> str:
-    """The source with these sites dropped: no fence; relaxed instead of release or acquire."""
     sites = list(SITE.finditer(text))
     assert len(sites) == count, [site[1] for site in sites]
     for number in reversed(numbers):
@@ -93,7 +90,6 @@ def without(text: str, numbers: tuple[int, ...], count: int) -> str:
 
 
 def run(name: str, task: Task, program: Any, folder: Path, numbers: tuple[int, ...] = ()) -> Any:
-    """y of the program without these sites, and what it was given."""
     w = task.workload
     sizes = w.seq, w.batch, w.input, w.hidden
     given = inputs(w.cell, sizes, w.dtype, task.graph.parameters, tuple(task.graph.states))
@@ -104,7 +100,6 @@ def run(name: str, task: Task, program: Any, folder: Path, numbers: tuple[int, .
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_dropped_is_missed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    """With all fences nobody sees too little."""
     task, program = program_of(name, monkeypatch)
     right, given = run(name, task, program, tmp_path)
     x, states, parameters = given[0].astype(np.float64), *({n: v.astype(np.float64) for n, v in g.items()}
@@ -128,32 +123,6 @@ def test_the_wide_kernel_of_an_adjoint(tmp_path: Path, numbers: tuple[int, ...],
                          change=lambda text: without(text, numbers, 6))
 
 
-MESSAGE = """
-extern "C" void message(unsigned* data, unsigned* flag, unsigned* found) {
-  if (threadIdx.x) return;
-  if (blockIdx.x == 0) { data[0] = 7; SEND; }
-  else { unsigned seen = 0; while (!seen) { RECEIVE; emu::yield(); } found[0] = data[0]; }
-}"""
-
-
-@pytest.mark.parametrize(("send", "receive", "arrives"), [
-    ("emu::add(flag, 1, true)", "seen = emu::acquire(flag)", True),
-    ("emu::add(flag, 1, false)", "seen = emu::acquire(flag)", False),
-    ("emu::add(flag, 1, true)", "seen = *flag", False),
-    ("emu::fence(), *flag = 1", "seen = *flag, emu::fence()", True),
-    ("emu::fence(), *flag = 1", "seen = emu::acquire(flag)", True),
-    ("*flag = 1", "seen = *flag, emu::fence()", False),
-    ("*flag = 1, emu::fence()", "seen = *flag, emu::fence()", False),
-    ("emu::fence(), *flag = 1", "emu::fence(), seen = *flag", False)], ids=str)
-def test_a_message(tmp_path: Path, send: str, receive: str, arrives: bool):
-    """Data and a flag: what PTX promises arrives, and nothing else."""
-    source = MESSAGE.replace("SEND", send).replace("RECEIVE", receive)
-    data, flag, found = (np.zeros(1, np.uint32) for _ in range(3))
-    library = compiled(source, ["message"], tmp_path, ordered=True)
-    launch(library, "message", 2, 32, data, flag, found, together=True)
-    assert found[0] == (7 if arrives else 0) and data[0] == 7 and flag[0] == 1
-
-
 COPY = """
 extern "C" void copy(float* from, float* to, int waits) {
   emu::cp_async(16 * threadIdx.x, from + 4 * threadIdx.x, 16, 16);
@@ -161,15 +130,6 @@ extern "C" void copy(float* from, float* to, int waits) {
   if (waits) emu::wait_group(0);
   __syncthreads();
   for (int i = 0; i < 4; ++i) to[4 * threadIdx.x + i] = ((float*)emu::shared)[4 * threadIdx.x + i];
-}"""
-# Threads of two blocks give a number to the next thread, the last of a warp to the first of the next warp.
-GIVE = """
-extern "C" void give(int* to) {
-  unsigned me = threadIdx.x, next = (me + 1) % 64;
-  int* words = (int*)emu::shared;
-  words[next] = 1000 * blockIdx.x + me;
-  __syncthreads();
-  to[64 * blockIdx.x + me] = words[me] + __shfl_sync(0xffffffff, words[me], 31, 32);
 }"""
 FAULTS = [
     ("__syncthreads();", 64, ""),  # none
@@ -194,33 +154,14 @@ print("ended")
 """
 
 
-def launch(library: ctypes.CDLL, name: str, grid: int, threads: int, *arguments: object, lazy: bool = True,
-           together: bool = False) -> None:
-    given = [ctypes.c_void_p(a.ctypes.data) if isinstance(a, np.ndarray) else ctypes.c_int(a) for a in arguments]
-    array = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
-    getattr(library, f"emu_{name}")(grid, threads, array, ctypes.c_bool(lazy), ctypes.c_bool(together), 1)
-
-
 @pytest.mark.parametrize(("lazy", "waits", "comes"), [
     (True, True, True), (True, False, False), (False, True, True), (False, False, True)])
 def test_a_copy_comes_as_late_or_as_early_as_it_may(tmp_path: Path, lazy: bool, waits: bool, comes: bool):
     source, to = np.arange(128, dtype=np.float32), np.zeros(128, np.float32)
-    launch(compiled(COPY, ["copy"], tmp_path), "copy", 1, 32, source, to, int(waits), lazy=lazy)
+    given = [ctypes.c_void_p(source.ctypes.data), ctypes.c_void_p(to.ctypes.data), ctypes.c_int(waits)]
+    array = (ctypes.c_void_p * 3)(*map(ctypes.addressof, given))
+    compiled(COPY, ["copy"], tmp_path).emu_copy(1, 32, array, ctypes.c_bool(lazy), ctypes.c_bool(False), 1)
     assert (to == source).all() if comes else np.isnan(to).all()  # shared memory is NaN at first
-
-
-def test_kernels_of_several_libraries_in_turn(tmp_path: Path):
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    one, other = compiled(COPY, ["copy"], tmp_path / "a"), compiled(GIVE, ["give"], tmp_path / "b")
-    source = np.arange(128, dtype=np.float32)
-    for _ in range(2):
-        to, sums = np.zeros(128, np.float32), np.zeros(128, np.int32)
-        launch(one, "copy", 1, 32, source, to, 1)
-        launch(other, "give", 2, 64, sums)
-        assert (to == source).all()
-        before = np.concatenate([1000 * b + (np.arange(64) - 1) % 64 for b in range(2)])
-        assert (sums == before + before.reshape(4, 32)[:, 31:].repeat(32, 1).reshape(-1)).all()
 
 
 @pytest.mark.parametrize(("code", "threads", "message"), FAULTS, ids=lambda v: str(v)[:24])

@@ -1,7 +1,5 @@
 """On a GPU: programs in C and C++, JAX, exported programs in new processes, and ONNX Runtime's CUDA provider."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -25,13 +23,11 @@ STATES = ("h", "c")
 
 @pytest.fixture(scope="module")
 def lstm(tmp_path_factory: pytest.TempPathFactory) -> Module:
-    """That trains."""
     return ecornn.compile("lstm", hidden=H, input=I, batch=B, seq=T, target="cuda", training=True,
                           out=tmp_path_factory.mktemp("lstm") / "lstm.so")
 
 
 def toolkit() -> Path | None:
-    """Where CUDA's headers and its runtime are."""
     found = find_nvcc()
     roots = [Path(found).resolve().parent.parent] if found else []
     roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
@@ -40,7 +36,6 @@ def toolkit() -> Path | None:
 
 
 def program(source: str, folder: Path) -> Path:
-    """That calls CUDA's runtime, compiled against the toolkit's headers, which are not held to our warnings."""
     root = toolkit()
     if root is None:
         pytest.skip("there is no CUDA toolkit, whose headers the program includes")
@@ -49,7 +44,6 @@ def program(source: str, folder: Path) -> Path:
 
 
 def test_a_layer_from_c(tmp_path: Path):
-    """With weights of both memories, on a stream, in a graph, and a tensor elsewhere refused."""
     module = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cuda", layers=2, bidirectional=True,
                             out=tmp_path / "gru.so")
     here, arrays = tmp_path / "arrays", sample.arrays_of(module, x=(T, B, I), other_x=(T, B, I), h_in=(4, B, H))
@@ -74,7 +68,6 @@ def test_threads_and_a_training_step_from_cpp(tmp_path: Path, lstm: Module):
 
 @pytest.fixture(scope="module")
 def jax() -> Any:
-    """With its GPU, which other tests leave memory."""
     found = pytest.importorskip("jax", reason="the extra jax")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     found.config.update("jax_platforms", "cuda,cpu")
@@ -86,12 +79,10 @@ def jax() -> Any:
 
 
 def test_jax(jax: Any, lstm: Module):
-    """Values and gradients under jit, twice with other weights, and rows by vmap."""
     import ecornn.jax
 
     arrays, layer = sample.training_arrays(lstm), ecornn.jax.recurrent(lstm)
     dh, dc, dy = (jax.numpy.asarray(arrays[name]) for name in ("dh", "dc", "dy"))
-
     @jax.jit
     def step(weights: Any, x: Any, state: Any) -> Any:
         def loss(weights: Any, x: Any, state: Any) -> Any:
@@ -142,13 +133,11 @@ def shares_the_cpp_library(folder: Path) -> bool:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["torch.export", "AOTInductor"])
 def test_an_exported_program(tmp_path: Path, ahead: bool):
-    """In a process without TVM, its compilers and a cache, with the folder of its modules."""
     import ecornn.torch
 
     if ahead and not shares_the_cpp_library(tmp_path):
         pytest.skip("the C++ compiler has no shared C++ library: PyTorch's loader ends, whatever the program is, in a "
                     "std::regex of the program's own copy")
-
     class Model(torch.nn.Module):
         def __init__(self, kind: Any) -> None:
             super().__init__()
@@ -198,7 +187,6 @@ def on_gpu(model: Path, providers: list[Any], options: Any = None) -> Any:
 
 
 def test_onnxruntime_on_its_cuda_provider(tmp_path: Path, providers: list[Any]):
-    """A speech model, whose compiled nodes agree with ONNX Runtime's own on a CPU, for several T and B."""
     from onnxruntime_sample import alike, operators, session, speech
 
     import ecornn.onnxruntime
@@ -215,9 +203,7 @@ def test_onnxruntime_on_its_cuda_provider(tmp_path: Path, providers: list[Any]):
 @pytest.mark.parametrize(("op", "inputs", "attributes"), [
     ("LSTM", ("h0", "c0"), {"direction": "bidirectional"}), ("GRU", ("lens", "h0"), {"linear_before_reset": 1}),
     ("RNN", (), {})])
-def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[Any], op: str, inputs: tuple[str, ...],
-                                               attributes: dict[str, Any]):
-    """No farther from float32's results than twice what ONNX Runtime's own node of that type is."""
+def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path, providers, op, inputs, attributes):
     import onnx
     from onnxruntime_sample import feeds_of, model_of, session
 
@@ -225,8 +211,7 @@ def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[A
 
     half, fast = model_of(op, inputs, dtype="float16", **attributes), tmp_path / "fast.onnx"
     onnx.save(half, tmp_path / "half.onnx")
-    made = ecornn.onnxruntime.rewrite(half, fast, batch=3, seq=7, target="cuda", measure=False)
-    assert not made.left
+    assert not ecornn.onnxruntime.rewrite(half, fast, batch=3, seq=7, target="cuda", measure=False).left
     feeds = feeds_of(half)
     wide = {n: v if v.dtype == np.int32 else v.astype(np.float32) for n, v in feeds.items()}
     weights = model_of(op, inputs, **attributes)
@@ -235,8 +220,7 @@ def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[A
         tensor.CopyFrom(onnx.numpy_helper.from_array(value, rounded.name))
     exact = session(weights).run(None, wide)
     ours = on_gpu(fast, providers, ecornn.onnxruntime.session_options(fast)).run(None, feeds)
-    theirs = on_gpu(tmp_path / "half.onnx", providers).run(None, feeds)
-    for one, other, wanted in zip(ours, theirs, exact, strict=True):
+    for one, other, wanted in zip(ours, on_gpu(tmp_path / "half.onnx", providers).run(None, feeds), exact, strict=True):
         assert one.dtype == np.float16
         limit = 2 * max(np.linalg.norm(other.astype(float) - wanted), 2.0**-12 * np.linalg.norm(wanted))
         assert np.linalg.norm(one.astype(float) - wanted) < limit

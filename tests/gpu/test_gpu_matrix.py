@@ -1,7 +1,4 @@
-"""Every cell, schedule and dtype on a GPU, against float64 and against the library's own error; configurations off the
-default of the step schedules and `elementwise`."""
-
-from __future__ import annotations
+"""Every cell, schedule and dtype on a GPU, against float64 and the library's own error; other configurations."""
 
 from typing import Any
 
@@ -9,8 +6,7 @@ import numpy as np
 import pytest
 import step_cells
 import torch
-from exact import expected, of_stack
-from limits import Wanted, limit, relative
+from exact import Wanted, expected, limit, of_stack, relative
 
 import ecornn
 from ecornn.cells import BUILTIN
@@ -37,7 +33,6 @@ LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN,
 
 
 def library_error(cell, x, weights, state, expected, kind):
-    """Error of the same computation in the same dtype by PyTorch: cuDNN, or a loop of its own products."""
     p = {k: torch.tensor(v, device="cuda").to(kind) for k, v in weights.items()}
     if cell in LIBRARY:
         layer = LIBRARY[cell](x.shape[2], expected.shape[2],
@@ -63,7 +58,6 @@ def library_error(cell, x, weights, state, expected, kind):
 
 
 def repeated(layer: Any, x: Any, state: tuple[Any, ...], width: int, times: int = 2) -> list[Any]:
-    """y and the last states in float64, of several runs into poisoned memory: each makes the same bits."""
     runs = []
     for _ in range(times):
         out = torch.full((*x.shape[:2], width), float("nan"), device="cuda", dtype=x.dtype)
@@ -76,8 +70,6 @@ def repeated(layer: Any, x: Any, state: tuple[Any, ...], width: int, times: int 
 
 
 class Sample:
-    """A layer on the GPU, with random weights and arguments whose values are of its data type."""
-
     def __init__(self, cell: str, sizes: tuple[int, int, int, int], dtype: str, seed: int, **options: Any) -> None:
         (T, B, I, H), kind = sizes, getattr(torch, dtype)
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -91,7 +83,6 @@ class Sample:
         self.exact = [v.double().cpu().numpy() for v in (self.x, *self.state)]
 
     def check(self, times: int = 2) -> list[Any]:
-        """Results, whose y is as near to float64 as the library's is, see :func:`limit`."""
         found = repeated(self.layer, self.x, self.state, self.hidden, times)
         wanted, _ = reference(self.cell, self.exact[0], self.weights, tuple(self.exact[1:]))
         library = library_error(self.cell, self.x, self.weights, self.state, wanted, self.kind)
@@ -152,7 +143,6 @@ HOISTED = [(schedule, cell, dtype, sizes)
 @pytest.mark.parametrize("choice", ["float32", "same"])
 @pytest.mark.parametrize(("schedule", "cell", "dtype", "sizes"), HOISTED, ids=str)
 def test_hoisted_values_in_16_bits(schedule, cell, dtype, sizes, choice):
-    """The default takes one of the two, by the size; the library, which rounds them too, is the measure of both."""
     Sample(cell, sizes, dtype, sizes[3] + 1, schedule=schedule, config={"hoisted": choice}).check()
 
 
@@ -214,21 +204,17 @@ STEP_SHAPES = [  # T, B, I, H
 
 def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str,
           config: dict[str, Any] | None = None, compiled: int | None = None) -> None:
-    """Two runs into poisoned memory: equal, and within the limit of float64. ``compiled`` is B's bound."""
     T, B, I, H = shape
     if cell in step_cells.SQUARE:
         I = H
     kind, found = getattr(torch, dtype), STEP_CELLS[cell]
     config = config and {**config, "math": "exact" if dtype == "float32" else "fast"}
     generator = torch.Generator().manual_seed(T * 1000 + H)
-
     def draw(*size: int, scale: float = 1.0) -> Any:
         return ((torch.rand(size, generator=generator) * 2 - 1) * scale).to(kind)
-
     parameters = {n: draw(*s, scale=H ** -0.5) for n, s in found.parameters(I, H).items()}
     weights = {found.parameter_name(n): p.reshape(-1, *p.shape[2:]) for n, p in parameters.items()}
-    x = draw(T, B, I, scale=1.5)
-    states = {name: draw(B, H) for name in found.states}
+    x, states = draw(T, B, I, scale=1.5), {name: draw(B, H) for name in found.states}
     layer = ecornn.compile(found, hidden=H, input=I, batch=compiled or B, seq=T, dtype=dtype, target="cuda",
                            schedule=schedule, config=config).bind({n: w.float().numpy() for n, w in weights.items()})
     y, *last = repeated(layer, x.cuda(), tuple(s.cuda() for s in states.values()), H)

@@ -1,7 +1,4 @@
-"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch there; gradients of sequences in
-columns, of layers, stacks, and packed sequences of PyTorch."""
-
-from __future__ import annotations
+"""Stacks, directions, lengths, resets and columns on a GPU, by every schedule, with gradients; ecornn.torch there."""
 
 import copy
 from typing import Any
@@ -10,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from column_gradients import errors_of
-from exact import of_stack
-from limits import Wanted, relative
+from exact import Wanted, of_stack, relative
 from torch.nn.utils.rnn import pack_sequence
 
 import ecornn
@@ -30,7 +26,6 @@ SHAPES = [(1, 1, 1, 1), (5, 3, 7, 13), (9, 20, 33, 65), (6, 17, 64, 128)]  # T, 
 
 
 def compiled(cell: str, dtype: str, stack: Stack, sizes: tuple[int, int, int, int], **options: Any) -> tuple[Any, Any]:
-    """A bound layer, and its weights, whose values are of its data type."""
     T, B, I, H = sizes
     weights = {k: torch.tensor(v).to(getattr(torch, dtype)).float().numpy()
                for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
@@ -76,7 +71,6 @@ TWO_GROUPS = {"groups": 2, "units": 16, "warps": 3, "gate_warps": 3, "chains": 1
     *((*one, None) for one in SERVED if one[0].startswith("persistent")),
     *((*one, TWO_GROUPS) for one in SERVED if one[0] == "persistent")])
 def test_sequences_in_columns(schedule: str, cell: str, dtype: str, config: dict[str, Any] | None, stack: Stack):
-    """Whole ones, and where the kernel's groups have several columns others that wrap around."""
     T, B, I, H, S, kind = 23, 11, 40, 96, 37, getattr(torch, dtype)
     layer, weights = compiled(cell, dtype, stack, (T, B, I, H), schedule=schedule, config=config)
     rng = np.random.default_rng(1)
@@ -138,7 +132,6 @@ OVERLAPPED = [("lstm", "float16", Stack(2, True)), ("gru", "bfloat16", Stack(1, 
 
 def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, sizes: tuple[int, int, int, int],
                **options: Any) -> tuple[Any, Any, Any, Any]:
-    """A layer, its weights, x and states, all of them the same for every ``overlap``."""
     (T, B, I, H), kind = sizes, getattr(torch, dtype)
     layer, weights = compiled(cell, dtype, stack, sizes, overlap=overlap, **options)
     assert layer.manifest.overlap.kind == overlap
@@ -169,8 +162,7 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
         call = {k: torch.as_tensor(v).cuda() for k, v in call.items()}
         first, last = plain(given, state, **call)
         wanted.check(first.double().cpu().numpy(), [s.double().cpu().numpy() for s in last])
-        out = torch.full_like(first, float("nan"))
-        y, after = layer(given, state, out=out, **call)
+        y, after = layer(given, state, out=torch.full_like(first, float("nan")), **call)
         again, _ = layer(given, state, **call)
         wanted.check(y.double().cpu().numpy(), [s.double().cpu().numpy() for s in after])
         assert torch.equal(y, again)
@@ -187,12 +179,10 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
 
 @pytest.mark.parametrize("kind", ["directions", "wavefront"])
 def test_streams_at_once(kind: str):
-    """Calls on two streams of a caller, and a graph on a third, all at the same time."""
     stack = Stack(2, True) if kind == "directions" else Stack(3)
     layer, _, x, state = overlapped("lstm", "float16", stack, kind, (60, 8, 64, 128))
     inputs = [x, x + 0.5, x - 0.5]
-    wanted = [layer(one, state)[0].clone() for one in inputs]
-    graph = torch.cuda.CUDAGraph()
+    wanted, graph = [layer(one, state)[0].clone() for one in inputs], torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         captured = layer(inputs[2], state)[0]
@@ -261,7 +251,6 @@ def test_a_training_step(schedule, cell, dtype, sizes, stack):
 
 
 def gradients_reversed(layer, cell, weights):
-    """Of a layer that goes backwards: as of one that goes forward, on sequences turned round. The bits of all."""
     w = layer.manifest.workload
     rng, kind = np.random.default_rng(0), getattr(torch, w.dtype)
     lengths = rng.integers(w.seq // 2, w.seq + 1, 2 * w.batch + 1)
@@ -285,7 +274,6 @@ def gradients_reversed(layer, cell, weights):
 
 @pytest.mark.parametrize(("layers", "both"), [(1, False), (2, True)])
 def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
-    """In columns, as without gradients; against PyTorch's layer in float64."""
     monkeypatch.setenv("ECORNN_STRICT", "1")
     taken = []
     monkeypatch.setattr(packed, "laid", lambda *of: taken.append(of) or packed_laid(*of))
@@ -301,8 +289,7 @@ def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
         kind = next(module.parameters()).dtype
         inputs, first = ([v.to(kind).requires_grad_() for v in values] for values in (rows, state))
         y, after = module(pack_sequence(inputs, enforce_sorted=False), tuple(first))
-        generator = torch.Generator("cuda").manual_seed(1)
-        outputs = [y.data, *after]
+        generator, outputs = torch.Generator("cuda").manual_seed(1), [y.data, *after]
         dy = [torch.randn(o.shape, generator=generator, device="cuda").to(kind) for o in outputs]
         made = torch.autograd.grad(outputs, [*inputs, *first, *module.parameters()], dy)
         found.append([torch.cat(made[:len(rows)]), *made[len(rows):]])

@@ -1,7 +1,4 @@
-"""On a GPU: torch's stream and allocator, CUDA graphs, and NumPy by way of copies; calls like an earlier one, which
-take the short way with the same results; as many batch rows as a call may have, more bytes than 32 bits count."""
-
-from __future__ import annotations
+"""On a GPU: torch's stream and allocator, CUDA graphs, NumPy, the short way, and more bytes than 32 bits count."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from limits import relative
+from exact import relative
+from torch_values import flat
 
 import ecornn
 import ecornn.torch
@@ -42,9 +40,7 @@ def check(result: Any, x: np.ndarray, state: Any = None) -> None:
 
 
 def test_torch(module: Module):
-    """A call, and one that goes on with its states."""
-    layer = module.bind({n: torch.from_numpy(w).cuda() for n, w in WEIGHTS.items()})
-    x = inputs()
+    layer, x = module.bind({n: torch.from_numpy(w).cuda() for n, w in WEIGHTS.items()}), inputs()
     y, state = layer(torch.from_numpy(x).cuda())
     assert y.device.type == "cuda"
     check((y, state), x)
@@ -52,7 +48,6 @@ def test_torch(module: Module):
 
 
 def test_numpy(module: Module):
-    """Also of fewer rows, and more steps, than were compiled for."""
     layer = module.bind(WEIGHTS)
     for steps, rows in ((3, B), (40, B), (40, 1), (T, 3)):
         x = inputs(steps)[:, :rows].copy()
@@ -76,9 +71,7 @@ def test_work_follows_the_current_stream(module: Module):
 
 
 def test_a_cuda_graph(module: Module):
-    """Captured once, replayed on new inputs, beside calls that are not in the graph."""
-    layer = module.bind(WEIGHTS)
-    x = torch.from_numpy(inputs()).cuda()
+    layer, x = module.bind(WEIGHTS), torch.from_numpy(inputs()).cuda()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = layer(x)
@@ -127,8 +120,7 @@ LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
     ("lstm", 2000, 512, 512),
 ])
 def test_the_longest_call(cell: str, T: int, B: int, H: int):
-    """Rows do not depend on each other, so that a few tell whether offsets are right: the first, the last, some
-    between, in all steps."""
+    """Rows do not depend on each other: the first, the last, some between tell whether offsets are right."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 48 << 30:
         pytest.skip("needs 48 GiB of GPU memory")
@@ -146,20 +138,13 @@ def test_the_longest_call(cell: str, T: int, B: int, H: int):
         some, found = x[:, rows].contiguous(), y[:, rows].double().cpu().numpy()
         rounded = library(some)[0].double().cpu().numpy()
         expected = library.double()(some.double())[0].cpu().numpy()
-    assert torch.isfinite(y[-1]).all()
-    assert relative(found, expected) <= 2 * relative(rounded, expected) + 1e-6
+    assert torch.isfinite(y[-1]).all() and relative(found, expected) <= 2 * relative(rounded, expected) + 1e-6
 
 
 WIDTH, UNITS = 24, 40
 
 
-def flat(result: Any) -> list[torch.Tensor]:
-    """All tensors of a result."""
-    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
-
-
 def equal(one: Any, other: Any) -> bool:
-    """Whether two results are, bit for bit."""
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
 
 
@@ -179,8 +164,7 @@ def test_values(name: str, shape: tuple[int, ...], options: dict[str, Any], dtyp
             layer(x, *given)
         taken.clear()
         assert equal(layer(x, *given), wanted) and len(taken) == short
-        strided = torch.stack((x, x), -1)[..., 0]
-        assert equal(layer(strided, *given), wanted) and len(taken) == 2 * short
+        assert equal(layer(torch.stack((x, x), -1)[..., 0], *given), wanted) and len(taken) == 2 * short
 
 
 def test_streams_weights_and_graphs(taken: list[Any]):

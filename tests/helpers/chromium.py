@@ -3,8 +3,6 @@
     python tests/helpers/chromium.py FOLDER PAGE.html...    FOLDER/PAGE-390-light.png, -390-dark, -1280-light ...
 """
 
-from __future__ import annotations
-
 import functools
 import html
 import json
@@ -61,12 +59,10 @@ addEventListener("load", () => {
 
 
 def program() -> str | None:
-    """Where it is; None where it is not installed."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
 def run(*arguments: str, theme: str = "light") -> str:
-    """What it prints, without a window, a sandbox (containers have none) or anything of its user's."""
     found = program()
     assert found is not None
     words = [found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -84,13 +80,11 @@ def run(*arguments: str, theme: str = "light") -> str:
 
 
 def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
-    """What is found in pages below a folder, at each of WIDTHS: ``scroll`` and ``client`` widths, elements that are too
-    ``wide``, texts that are too ``small`` or ``outside`` of their picture, and how many letters of ``text``."""
+    """Of pages at each of WIDTHS: widths, elements too ``wide``, texts too ``small`` or ``outside``, letters."""
     frames = "".join(f'<iframe data-page="{html.escape(page)}" src="{html.escape(page)}" width="{width}" height="900">'
                      "</iframe>" for page in pages for width in WIDTHS)
     (folder / "frames.html").write_text(FRAMES % frames)
-    handler = functools.partial(Quiet, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             text = run("--virtual-time-budget=20000", "--dump-dom",
@@ -104,7 +98,6 @@ def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def fits(found: list[dict[str, Any]]) -> None:
-    """Fails where a page is wider than its window, or a picture's words are too small or leave it."""
     for one in found:
         assert one["text"] > 200, f"{one['page']} is empty"
         assert one["scroll"] <= one["client"], one
@@ -112,14 +105,11 @@ def fits(found: list[dict[str, Any]]) -> None:
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Files, without a line on each."""
-
     def log_message(self, *_: object) -> None:
         pass
 
 
 def picture(page: Path, output: Path, width: int, theme: str, height: int = 2400) -> None:
-    """A PNG of the top of a page."""
     run(f"--window-size={width},{height}", f"--screenshot={output}", page.resolve().as_uri(), theme=theme)
 
 

@@ -1,29 +1,24 @@
 """A training step of a bound layer on sequences in columns, against float64: for a GPU's tests and the sanitizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import torch
-from limits import relative
+from exact import relative
 
 import ecornn
 
 
 def errors_of(layer: Any, cell: str, weights: dict[str, Any], rng: np.random.Generator,
               device: str = "cuda") -> dict[str, float]:
-    """The relative error of each gradient, by name, of random sequences, more than twice as many as columns; some wrap
-    around. ``weights``: float32, of values that the layer's type has."""
+    """The relative error of each gradient, by name, of more than twice as many sequences as columns."""
     w, stack = layer.manifest.workload, layer.manifest.stack
     kind, count = getattr(torch, w.dtype), 2 * w.batch + 1
     lengths = rng.integers(w.seq // 2, w.seq + 1, count)
     columns = ecornn.Columns.of(lengths, w.batch, layer.together)
     assert columns.wrapped.size or layer.together == 1  # where no columns may share one
-
     def drawn(*shape: int) -> Any:
         return torch.tensor(rng.standard_normal(shape)).to(kind)
-
     rows, drows = drawn(w.seq, count, w.input), drawn(w.seq, count, w.hidden * stack.directions)
     shape = (count, w.hidden) if stack.count == 1 else (stack.count, count, w.hidden)
     states, dstates = ([drawn(*shape) for _ in layer.manifest.states] for _ in range(2))

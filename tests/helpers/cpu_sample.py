@@ -1,7 +1,5 @@
 """Builds a CPU module and calls it with guarded NumPy arrays, without the runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +22,7 @@ GUARD = 96  # elements on either side of an array that nobody may touch
 
 
 def rows_that_fit(most: int, columns: int, weights: str = "float32", pairs: int = 0) -> int:
-    """Batch rows of a tile of ``columns`` vectors: as many as this CPU's registers hold, ``most`` or fewer; one where
-    there is room for none, which a tile of one vector a gate may always have."""
+    """Rows of a tile of ``columns`` vectors: as many as registers hold, at most ``most``, at least one."""
     return max((rows for rows in range(1, most + 1)
                 if registers_used(Tile(rows, 1, 1, pairs), columns, weights) <= registers_of(detect())), default=1)
 
@@ -34,8 +31,6 @@ ALL_GATES = {"gates": 0, "project_gates": 0}  # as products of pairs have them
 
 
 class Array:
-    """An array between guards of NaN; ``offset`` elements off the alignment of 64 of them."""
-
     def __init__(self, shape: tuple[int, ...], offset: int = 0, dtype: str = "float32") -> None:
         size = int(np.prod(shape))
         self.memory = np.full(size + 3 * GUARD + 64, np.nan, dtype)
@@ -52,11 +47,7 @@ class Array:
 def carry_out(module: Any, program: Program, entries: tuple[str, ...], given: Mapping[str, Any],
               made: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Any], threads: int, offset: int,
               in_place: Mapping[str, str] = MappingProxyType({}), prefix: str = "") -> dict[str, np.ndarray]:
-    """Calls entries one after the other. Fails where anything outside the arrays was written.
-
-    given, made : by the names of buffers the content of arrays, and the shapes of those that are written
-    in_place : names of arrays that are others, too
-    """
+    """Calls entries on arrays by the names of buffers; fails where anything outside them was written."""
     steps, batch, _ = given["x"].shape
     taken = {n for entry in entries for n in program.entries[entry].takes}
     arrays: dict[str, Array] = {}
@@ -96,10 +87,8 @@ class Sample:
 
         device = detect() if features is None else msgspec.structs.replace(detect(), features=features)
         self.cell = get(cell)
-        work = Workload(self.cell.identity(), hidden, input, batch, seq)
-        self.task = make_task(self.cell, work, device)
-        schedule = CPUSequence()
-        paired = config.get("pairs") or config.get("project_pairs")
+        self.task = make_task(self.cell, Workload(self.cell.identity(), hidden, input, batch, seq), device)
+        schedule, paired = CPUSequence(), config.get("pairs") or config.get("project_pairs")
         self.config = {**schedule.default(self.task), **(ALL_GATES if paired else {}), **config}
         assert schedule.check(self.task, self.config) is None
         self.program = schedule.program(self.task, schedule.plan(self.task, self.config))
@@ -113,14 +102,12 @@ class Sample:
             for name, shape in self.cell.parameters(input, hidden).items()}
 
     def inputs(self, steps: int, batch: int, seed: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
-        generator = np.random.default_rng(seed)
-        work = self.task.workload
+        generator, work = np.random.default_rng(seed), self.task.workload
         states = [generator.standard_normal((batch, work.hidden), np.float32) for _ in self.cell.states]
         return generator.standard_normal((steps, batch, work.input), np.float32), states
 
     def __call__(self, x: np.ndarray, states: list[np.ndarray], threads: int = 2, offset: int = 1,
                  in_place: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
-        """y and final states."""
         names = self.cell.states
         given = {"x": x, **{f"{n}_in": s for n, s in zip(names, states, strict=True)}}
         made = {"y": (*x.shape[:2], self.task.workload.hidden), **{f"{n}_out": states[0].shape for n in names}}

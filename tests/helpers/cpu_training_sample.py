@@ -1,14 +1,12 @@
 """CPU layers that train, some in one module, called with guarded NumPy arrays; and their gradients by a tape."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from cpu_sample import carry_out
-from limits import relative
+from exact import relative
 from msgspec import structs
 from tape import Call, train
 from test_adjoint import cell_of, formula
@@ -51,10 +49,8 @@ class Layer:
 
     def arguments(self, steps: int, batch: int, seed: int = 0) -> Call:
         rng, traversal = np.random.default_rng(seed), self.traversal
-
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(self.dtype)
-
         # first states that no cell divides by, or takes the logarithm of, too near to zero
         states = [rng.uniform(0.1, 1, (batch, self.hidden)).astype(self.dtype) for _ in self.cell.states]
         parameters = {n: (rng.uniform(-1, 1, shape) / self.hidden ** 0.5).astype(self.dtype)
@@ -65,8 +61,7 @@ class Layer:
                     (rng.random((steps, batch)) < 0.4).astype(np.uint8) if traversal.resets else None)
 
     def __call__(self, call: Call, threads: int = 2, offset: int = 1) -> dict[str, np.ndarray]:
-        """Everything that it makes; fails where anything outside of the arrays was written. Workspaces are NaN before
-        each of the two calls."""
+        """Everything that it makes; fails where anything outside of the arrays was written."""
         states, rows, shape = self.cell.states, call.dy.shape, call.states[0].shape
         given = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
                  **{f"{n}_in": s for n, s in zip(states, call.states, strict=True)},
@@ -90,10 +85,8 @@ def build(folder: Path, *layers: Layer) -> None:
     entries: dict[str, Entry] = {}
     for number, layer in enumerate(layers):
         layer.prefix, program = f"of{number}_", layer.program
-
         def own(name: str, prefix: str = layer.prefix) -> str:
             return prefix + name
-
         buffers += [structs.replace(b, name=own(b.name)) for b in program.buffers]
         for entry in (FORWARD, BACKWARD):
             calls = []
@@ -113,12 +106,10 @@ def build(folder: Path, *layers: Layer) -> None:
 
 
 def reference(name: str | Cell, call: Call, reverse: bool) -> dict[str, np.ndarray]:
-    """The same in float64, by a tape."""
     return train(cell_of(name), formula(name), call, reverse)
 
 
 def compare(layer: Layer, call: Call, **how: Any) -> dict[str, np.ndarray]:
-    """What the layer makes, once it has been held against the tape."""
     found, wanted = layer(call, **how), reference(layer.name, call, layer.traversal.reverse)
     for name, value in wanted.items():
         assert relative(found[name], value, 1e-6) < LIMITS[layer.dtype], f"{name} of {layer}"

@@ -1,7 +1,5 @@
 """Tests wait for events, however long these take: no test may fail since a machine is slow."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +11,6 @@ LIMIT = 900.0  # seconds after which what a test waits for is taken to hang; pyt
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Waits until the condition holds; fails after ``LIMIT``."""
     end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end, "what the test waits for has not come"
@@ -36,8 +33,7 @@ def endless(argument: Any) -> bool:
 
 
 class Clock:
-    """Time for a module under test, in place of ``time``: it passes where a test lets it, and with each look by
-    ``tick`` seconds."""
+    """Time for a module under test, in place of ``time``: it passes by ``tick`` seconds with each look."""
 
     def __init__(self, tick: float = 0.0) -> None:
         self.now, self.tick = 1000.0, tick

@@ -1,7 +1,4 @@
-"""What a module packs of weights, in NumPy: stack, pad, split, transpose, round. The code of modules, c_pack.h and
-pack_weights.cu, is held against it, and emulated kernels read what it packs."""
-
-from __future__ import annotations
+"""What a module packs of weights, in NumPy: c_pack.h and pack_weights.cu are held against it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -44,8 +41,7 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
 
 
 def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
-    """The sources on a new first axis, with zeros after them up to ``pad``: gates of parameters in te shape, or all of
-    them as the rows of one matrix, or zeros."""
+    """The sources on a new first axis, with zeros up to ``pad``: gates in te shape, rows of a matrix, or zeros."""
     gates = [None if not name else parameters[name].reshape(-1, parameters[name].shape[-1]) if gate == WHOLE else
              parameters[name][gate] for name, gate in packing.sources]
     padded = np.zeros(packing.pad, np.result_type(np.float32, *(g.dtype for g in gates if g is not None)))
@@ -56,7 +52,6 @@ def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
 
 
 def cast(values: Array, dtype: str) -> Array:
-    """``values`` rounded to nearest even; beyond the range of ``dtype`` they become infinite."""
     if dtype == "int8":
         return values
     if dtype == "bfloat16":
@@ -68,7 +63,6 @@ def cast(values: Array, dtype: str) -> Array:
 
 
 def tf32(values: Array) -> NDArray[np.float32]:
-    """``values`` as float32, rounded to 10 bits of mantissa, ties away from zero; NaN stays NaN."""
     with np.errstate(over="ignore"):
         single = np.ascontiguousarray(values, np.float32)
     rounded = (single.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
@@ -89,8 +83,7 @@ def integers(values: Array) -> NDArray[np.uint8]:
 
 
 def powers(values: Array) -> NDArray[np.float32]:
-    """The power of two at or below the mean magnitude of what is not zero in each row, among normal numbers; 1 where
-    that is 0 or not finite."""
+    """The power of two at or below the mean magnitude of each row's normal numbers; 1 where that is 0 or not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         mean = np.abs(values).sum(-1, dtype=np.float64) / np.maximum(np.count_nonzero(values, -1), 1)
     usable = (mean > 0) & np.isfinite(mean)
@@ -98,7 +91,6 @@ def powers(values: Array) -> NDArray[np.float32]:
 
 
 def balanced(values: Array) -> NDArray[np.float32]:
-    """Rows divided by their powers of two: rounded to float32 first, then exact."""
     single = values.astype(np.float32, copy=False)
     return single / powers(single)[..., None]
 
@@ -137,8 +129,7 @@ def fixed_scales(values: Array, kind: str) -> NDArray[np.float32]:
 
 
 def fixed_words(values: Array, kind: str, split: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.uint32]:
-    """Packed rows (G, H, K). ``split`` in its ``order`` ends in (lane, k of a group); the result ends in (word, lane).
-    What is not finite becomes 0, and its row's scale is not finite."""
+    """Packed rows (G, H, K); the result ends in (word, lane). What is not finite becomes 0, not so its scale."""
     scale = fixed_scales(values, kind)[..., None].astype(np.float64)
     with np.errstate(invalid="ignore"):
         wanted = np.nan_to_num(values / np.where(scale > 0, scale, 1), posinf=0, neginf=0)
@@ -160,6 +151,5 @@ def twenty_one(first: Array, second: Array, third: Array) -> list[NDArray[np.uin
 
 
 def upper_bits(values: Array, bits: int) -> NDArray[np.uint32]:
-    """``values`` rounded to int32 whose lower bits are zero."""
     unit, most = 2 ** (32 - bits), 2 ** (bits - 1)
     return (np.rint(values / unit).clip(-most, most - 1).astype(np.int64) * unit).astype(np.uint32)

@@ -1,7 +1,4 @@
-"""Cells with sequences beside x, cells whose outputs are no states, or are several, and cells with maxima, softmaxes
-and reductions over hidden units or groups of these, with their formulas in NumPy float64."""
-
-from __future__ import annotations
+"""Cells with sequences beside x, other outputs, and maxima and softmaxes, with their formulas in NumPy float64."""
 
 from typing import Any
 
@@ -13,15 +10,13 @@ from ecornn.cells import largest, mean, normalized, pointwise, product, softmax
 
 
 class TimedGRU(Formula):
-    """A minimal gated unit whose state decays over the time since the step before, as GRU-D's (Che et al. 2018, arXiv
-    1606.01865): h~ = exp(-relu(w dt + b)) h; and a mask m of units that keep it."""
+    """A minimal gated unit that decays over time (Che et al. 2018, arXiv 1606.01865); a mask keeps units."""
 
     name, states, inputs, shapes = "timed_gru", ("h",), ("dt", "m"), {"W": (2, "I"), "R": (2, "H"), "w": (2,)}
 
     def step(self, x, states, p):
         (h,), dt, m, w = states, p["dt"], p["m"], p["w"]
-        wx = product(x, p["W"])
-        zero = te.const(0.0, "float32")
+        wx, zero = product(x, p["W"]), te.const(0.0, "float32")
         old = pointwise(lambda b, j: h[b, j] * te.exp(0.0 - te.max(w[0, j] * dt[b, j] + w[1, j], zero)), h, "old")
         rh = product(old, p["R"])
         z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j]), h, "z")
@@ -30,14 +25,12 @@ class TimedGRU(Formula):
 
     def numpy(self, x, h, W, R, w, dt, m):
         old = h * np.exp(-np.maximum(w[0] * dt + w[1], 0.0))
-        z = sigmoid(x @ W[0].T + old @ R[0].T)
-        n = np.tanh(x @ W[1].T + old @ R[1].T)
+        z, n = sigmoid(x @ W[0].T + old @ R[0].T), np.tanh(x @ W[1].T + old @ R[1].T)
         return (old + m * z * (n - old),)
 
 
 class Masked(Formula):
-    """A tanh layer that a sequence scales after its product, and that keeps what a mask leaves out; one input is read
-    by what is hoisted alone."""
+    """A tanh layer that one sequence scales after its product, and of which another, a mask, keeps units."""
 
     name, states, inputs, shapes = "masked", ("h",), ("scale", "m"), {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
 
@@ -87,8 +80,7 @@ class Gate(Formula):
 
 
 class Many(Formula):
-    """Outputs of each kind, in an order of their own: a value of the second exchange, a new state, a gate of the first
-    exchange, one of x alone; the other state is none."""
+    """Outputs of each kind: of the second exchange, a new state, a gate of the first exchange, one of x alone."""
 
     name, states, output = "many", ("h", "c"), ("read", "h", "z", "seen")
     shapes = {"W": (2, "I"), "R": (1, "H"), "C": (1, "H"), "b": (1,)}
@@ -111,8 +103,6 @@ class Many(Formula):
 
 
 class Split(Formula):
-    """No recurrent product: a leaky sum, and what it leaves out."""
-
     name, states, output, shapes = "split", ("h",), ("low", "high"), {"W": (1, "I"), "v": (1,)}
 
     def step(self, x, states, p):
@@ -143,8 +133,7 @@ class Read(Formula):
 
 
 class Mixed(Formula):
-    """A linear recurrence without a product; y is a product of the new state, normalized, and of x, through a gate of
-    the state before; and the state is an output, too."""
+    """A linear recurrence; y is a product of the new state, normalized, and of x, gated; the state, too."""
 
     name, states, output = "mixed", ("h", "c"), ("y", "h")
     shapes = {"W": (1, "I"), "C": (2, "H"), "D": (2, "I"), "v": (2,)}
@@ -171,8 +160,7 @@ def soft(z: Any) -> Any:
 
 
 class Peaks(Formula):
-    """Maxima of products of x, over both gates; of a state, beside two means, in one exchange; a softmax of what has
-    products; and a maximum of the new state. Some are below zero."""
+    """Maxima of products of x, of a state, beside two means, and of the new state; a softmax. Some are below zero."""
 
     name, states, shapes = "peaks", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 
@@ -190,8 +178,7 @@ class Peaks(Formula):
 
     def numpy(self, x, h, c, W, R, v):
         w, r = ([a @ m.T for m in matrices] for a, matrices in ((x, W), (h, R)))
-        seen = soft(2 * r[0] + w[0] + v[0])
-        of = {"axis": 1, "keepdims": True}
+        seen, of = soft(2 * r[0] + w[0] + v[0]), {"axis": 1, "keepdims": True}
         new = 0.5 * c + np.tanh(r[1] + w[1]) + seen - (c.max(**of) - 2) * np.square(c).mean(**of) + c.mean(**of)
         return np.tanh(new - 0.5 * new.max(**of) + 0.25 * np.maximum(*w).max(**of)) + 2 * seen, new
 
@@ -212,14 +199,12 @@ class Attending(Formula):
 
 
 def grouped(z: Any, groups: int, function: Any) -> Any:
-    """A function of rows, applied to each group of units."""
     parts = z.reshape(-1, z.shape[-1] // groups)
     return np.broadcast_to(function(parts), parts.shape).reshape(z.shape)
 
 
 class Grouped(Formula):
-    """Of two groups: maxima of products of x, over both gates; a softmax of what has products; the state normalized;
-    maxima below zero that are mixed as one value a group."""
+    """Of two groups: maxima of products of x; a softmax; the state normalized; maxima mixed as one value a group."""
 
     name, states, groups, shapes = "grouped", ("h", "c"), 2, {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 
@@ -239,10 +224,8 @@ class Grouped(Formula):
     def numpy(self, x, h, c, W, R, v):
         w, r = ([a @ m.T for m in matrices] for a, matrices in ((x, W), (h, R)))
         n = self.groups
-
         def highest(z: Any) -> Any:
             return grouped(z, n, lambda part: part.max(axis=1, keepdims=True))
-
         share = grouped(2 * r[0] + w[0] + v[0], n, soft)
         alike = grouped(c, n, lambda part: (part - part.mean(axis=1, keepdims=True)) / np.sqrt(
             part.var(axis=1, keepdims=True) + 1e-2))
@@ -266,8 +249,7 @@ class Chunks(Formula):
         scores = normalized(product(h, p["V"], 0), 1e-2, "alike")
         biased = pointwise(lambda b, j: 3.0 * scores[b, j] + p["v"][0, j], scores, "biased")
         top, share = largest(biased, "top"), softmax(biased, "share")
-        weight = product(share, p["U"])
-        middle = mean(h)
+        weight, middle = product(share, p["U"]), mean(h)
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + weight[b, 0, j] + 0.25 * top[b]) + weight[b, 1, j] * (
             h[b, j] - middle[b]), h, "new")]
 
@@ -281,8 +263,7 @@ class Chunks(Formula):
 
 
 class Slots(Formula):
-    """Attention over two slots of units: a score of each by what x brings, their softmax, the slots' mixture, and a
-    product of the weights."""
+    """Attention over two slots of units: scores, their softmax, the slots' mixture, and a product of the weights."""
 
     name, states, slots, shapes = "slots", ("h",), 2, {"W": (2, "I"), "M": (1, "H"), "U": (1, 2)}
 

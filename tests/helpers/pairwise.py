@@ -1,7 +1,4 @@
-"""The cases that tests take: covering arrays, which are a few combinations of choices in which every pair of values
-occurs that can; half of all; and seeds."""
-
-from __future__ import annotations
+"""The cases that tests take: covering arrays of choices, in which every pair occurs; half of all; and seeds."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,11 +16,9 @@ def pairs_of(row: Mapping[str, Any]) -> set[Pair]:
 
 
 def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[Pair]) -> list[Row]:
-    """Rows that have all of ``wanted``: each begins with a pair that is missing, and takes the values that bring most
-    others. ``choices``: the values of each factor, of a row that has some already; a pair there must leave some."""
+    """Rows in which all pairs of ``choices``, values by factor, occur that can; and those of ``wanted`` alone."""
     rows: list[Row] = []
-    missing = set(wanted)
-    order = {pair: sorted(map(str, pair)) for pair in wanted}
+    missing, order = set(wanted), {pair: sorted(map(str, pair)) for pair in wanted}
     while missing:
         row = dict(min(missing, key=order.__getitem__))
         while left := [name for name in choices(row) if name not in row]:
@@ -39,8 +34,7 @@ def pairwise(choices: Callable[[Row], Mapping[str, Sequence[Any]]], wanted: set[
 
 
 def halved(*axes: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: every combination of these values, as squares of a chess board of which the dark ones are
-    exhaustive. Of three axes and more every pair of values stays, of two every value with half of the others."""
+    """Every combination of these values, half of them exhaustive, as squares of a chess board."""
     return [pytest.param(*(value for _, value in chosen), id="-".join(str(value) for _, value in chosen),
                          marks=[pytest.mark.exhaustive] * (sum(number for number, _ in chosen) % 2))
             for chosen in product(*map(enumerate, axes))]

@@ -1,7 +1,5 @@
 """What random steps are drawn as: statements of expressions, and the operators in these."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +18,8 @@ def _sigmoid(v: Any) -> Any:
 
 # operators of one value, by their names in te: the value and the slope in float64
 SMOOTH: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "tanh": (np.tanh, lambda v: 1 - np.tanh(v) ** 2),
-    "sigmoid": (_sigmoid, lambda v: _sigmoid(v) * (1 - _sigmoid(v))),
-    "sin": (np.sin, np.cos), "cos": (np.cos, lambda v: -np.sin(v)),
-    "atan": (np.arctan, lambda v: 1 / (1 + v * v)),
+    "tanh": (np.tanh, lambda v: 1 - np.tanh(v) ** 2), "sigmoid": (_sigmoid, lambda v: _sigmoid(v) * (1 - _sigmoid(v))),
+    "sin": (np.sin, np.cos), "cos": (np.cos, lambda v: -np.sin(v)), "atan": (np.arctan, lambda v: 1 / (1 + v * v)),
     "erf": (erf, lambda v: 2 / np.sqrt(np.pi) * np.exp(-v * v))}
 # of a value that is at least zero, or at most one; each is written as the operator of a square, or of a tanh
 GUARDED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -125,7 +121,6 @@ class Drawing:
         return self.put(("pointwise", e), self.rows, self.reads(e))
 
     def reads(self, e: Expression) -> bool:
-        """Whether an expression depends on a state."""
         if e[0] in ("value", "number", "held"):
             return e[1] in self.recurrent
         return any(self.reads(v) for v in e if isinstance(v, tuple))
@@ -208,7 +203,6 @@ class Drawing:
         return ("-", ("value", self.any(self.rows)), ("constant", float(self.any((0.0371, 0.1713)))))
 
     def needed(self) -> list[int]:
-        """The statements that the new states read."""
         found: set[int] = set()
         waiting: list[Any] = list(self.results)
         while waiting:

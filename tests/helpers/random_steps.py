@@ -6,15 +6,13 @@ comparison, maximum or magnitude is near enough to a tie for float32 to decide o
 depend on the last digits. ``training(seed)`` gives a training step of random sizes.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from limits import relative
+from exact import relative
 from random_statements import COMPARED, GUARDED, OF_TWO, SMOOTH, STEPPED, Drawing, Expression
 from tape import Call, train
 from tvm import te, tirx
@@ -30,8 +28,6 @@ SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
 
 
 class Te:
-    """A step as te."""
-
     def __init__(self, x: Any, states: Any, p: Any) -> None:
         self.x, self.p, self.like = x, p, states[0]
 
@@ -106,8 +102,7 @@ class Tape:
             down = values[rest[0]] @ self.p["D"][0].T
             return (np.tanh(down) if rest[1] else down) @ self.p["E"][0].T
         if kind == "pointwise":
-            value = self.scalar(rest[0], values)
-            whole = np.ones(self.shape)
+            value, whole = self.scalar(rest[0], values), np.ones(self.shape)
             if isinstance(value, Traced):
                 return value * whole
             return np.broadcast_to(value, self.shape) if np.asarray(value).dtype == bool else Traced(value * whole)
@@ -120,7 +115,6 @@ class Tape:
         return self.row(rest[0], values[rest[1]])
 
     def row(self, name: str, v: Any) -> Any:
-        """What goes over the units of a row."""
         if name == "mean":
             return v.mean(1, keepdims=True)
         if name == "square":
@@ -181,8 +175,6 @@ class Tape:
 
 
 class RandomCell(Cell):
-    """The cell of a drawing."""
-
     def __init__(self, name: str, drawing: Drawing) -> None:
         self.name, self.states, self.drawing = name, drawing.states, drawing
         self.output = "y" * (len(drawing.results) > len(drawing.states))
@@ -235,8 +227,6 @@ def _renumbered(e: Any, number: dict[str, dict[int, int]]) -> Any:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random step. ``square``: it reads x at the unit, and needs I = H."""
-
     seed: int
     cell: RandomCell
 
@@ -246,13 +236,11 @@ class Drawn:
 
     @property
     def description(self) -> str:
-        """The step in lines, ``v<n> = ...``, expressions as tuples."""
         lines = [f"v{n} = {s}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
         new = [f"{s}' = v{n}" for s, n in zip((*self.cell.states, "y"), self.cell.drawing.results, strict=False)]
         return "\n".join([f"{self.cell.name}:", *(f"  {line}" for line in lines + new)])
 
     def width(self, hidden: int = HIDDEN, input: int = INPUT) -> int:
-        """The input size that goes with a hidden size."""
         return hidden if self.square else input
 
     def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT,
@@ -272,7 +260,6 @@ class Drawn:
     def _arguments(self, rng: np.random.Generator, steps: int, batch: int, hidden: int, input: int) -> Call:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
-
         input, states = self.width(hidden, input), range(len(self.cell.states))
         shapes = self.cell.parameters(input, hidden)
         parameters = {n: (rng.uniform(-1, 1, s) / s[-1] ** 0.5 * (1 if len(s) > 2 else 3)).astype(np.float32)
@@ -290,20 +277,17 @@ class Drawn:
         return all(relative(rounded[n], v, 1e-6) < SENSITIVE for n, v in exact.items())
 
     def reference(self, a: Call, reverse: bool = False) -> dict[str, np.ndarray]:
-        """In float64: y, dx, ``<state>_out``, ``d<state>_in``, ``gradient_<parameter>``."""
         return self._gradients(a, reverse)[0]
 
     def _gradients(self, a: Call, reverse: bool, rounds: bool = False) -> tuple[dict[str, np.ndarray], float]:
         margins, hidden = list[float](), a.states[0].shape[1]
         own = self.cell.own_input(a.x.shape[2], hidden)
-
         def step(x: Traced, states: list[Traced], parameters: dict[str, Traced]) -> list[Traced]:
             beside = {n: x[:, own + k * hidden:own + (k + 1) * hidden] for k, n in enumerate(self.cell.inputs)}
             tape = Tape(x[:, :own], states, parameters | beside, rounds)
             made = self.cell.carry_out(tape, states)
             margins.append(tape.margin)
             return made
-
         return train(self.cell, step, a, reverse), min(margins)
 
 
@@ -325,8 +309,7 @@ def draw(seed: int, more: bool = False, whole: bool = False) -> Drawn:
 
 @dataclass(frozen=True)
 class Training:
-    """A training step: a cell, sizes (T, B, I, H) of which I counts the cell's inputs, how it goes through time, a
-    call, and what must come of it, by the names of buffers."""
+    """A training step: sizes (T, B, I, H), with the cell's inputs in I, a call, and its results by buffers' names."""
 
     cell: Cell
     sizes: tuple[int, int, int, int]
@@ -335,13 +318,11 @@ class Training:
     wanted: dict[str, np.ndarray] = field(compare=False)
 
     def errors(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """The relative error of each result."""
         return {n: relative(found[n].reshape(-1), v.reshape(-1), 1e-6) for n, v in self.wanted.items()}
 
 
 def training(seed: int, whole: bool = False) -> Training:
-    """A training step of random sizes. ``whole``: of a layer with all that it may have, also with lengths and resets,
-    and backwards in time."""
+    """A training step of random sizes. ``whole``: of a layer with all that it may have, backwards in time, too."""
     rng, found, traversal = np.random.default_rng(seed), draw(seed, whole, whole), ALONE
     for _ in range(40):
         steps, batch, input, hidden = (int(v) for v in rng.integers((1, 1, 1, 5), (7, 6, 9, 41)))

@@ -1,7 +1,4 @@
-"""Builds the module of runtime_sample.cc for a manifest, and says in NumPy what it computes; and a GPU's module without
-a GPU, of c_interface_sample.cc."""
-
-from __future__ import annotations
+"""The module of runtime_sample.cc for a manifest, and its values in NumPy; a GPU's module without a GPU."""
 
 import atexit
 import ctypes
@@ -38,12 +35,10 @@ GPU = KNOWN["sm_90a"]
 
 
 def taken(buffers: tuple[Buffer, ...]) -> dict[str, tuple[str, ...]]:
-    """The entries of a module whose ``run`` takes all of its buffers."""
     return {"run": tuple(b.name for b in buffers)}
 
 
 def manifest(device: Device = HOST, dtype: str = "float32", **changes: Any) -> Manifest:
-    """What the sample says about itself. Its ``run`` takes all buffers."""
     matrix = Packing((("W", 1), ("", 0)), (2, 8, I), (2, 2, 4, I), (0, 3, 1, 2), "float32")
     bias = Packing((("b", 0),), (1, 8), (8,), (0,), "float32")
     buffers = (
@@ -61,28 +56,24 @@ def manifest(device: Device = HOST, dtype: str = "float32", **changes: Any) -> M
 
 
 def with_sequences(device: Device = HOST) -> Manifest:
-    """The same of a module that takes them."""
     buffers = *manifest(device).buffers, Buffer.of("sequences", "float32")
     return manifest(device, stack=Stack(sequences=True), buffers=buffers)
 
 
 @functools.cache
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """Where samples are built, until the process ends."""
     made = tempfile.TemporaryDirectory(prefix="ecornn-sample-")
     atexit.register(made.cleanup)
     return made
 
 
 def build(said: Manifest) -> Path:
-    """The sample's module file with this manifest."""
     return build_text(msgspec.json.encode(said).decode(), said.device.kind == "cuda",
                       said.workload.dtype == "bfloat16", said.stack.sequences)
 
 
 @functools.cache
 def build_text(text: str, cuda: bool = False, bfloat16: bool = False, sequences: bool = False) -> Path:
-    """The sample's module file with this text as its manifest."""
     from tvm_ffi import libinfo
 
     place = Path(tempfile.mkdtemp(dir=folder().name))
@@ -101,7 +92,6 @@ def build_text(text: str, cuda: bool = False, bfloat16: bool = False, sequences:
 
 
 def c_interface(text: str, place: Path, there: Container[str]) -> list[str]:
-    """Files to link: the C interface of a module with this manifest and those of its functions that are ``there``."""
     try:
         said = decode(text)
         tables = c_tables.tables(said, said.entries)
@@ -113,27 +103,23 @@ def c_interface(text: str, place: Path, there: Container[str]) -> list[str]:
 
 
 def stat(path: Path, name: str) -> int:
-    """A count that the loaded module keeps."""
     import tvm_ffi
 
     return int(tvm_ffi.load_module(str(path))["stat"](STATS.index(name)))
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
-    """Random ones, float32."""
     rng = np.random.default_rng(seed)
     return {"weight_l0": rng.uniform(-1, 1, (2 * H, I)).astype(np.float32),
             "bias_l0": rng.uniform(-1, 1, H).astype(np.float32)}
 
 
 def inputs(steps: int = 6, batch: int = BATCH, seed: int = 1) -> np.ndarray:
-    """Random x (T, B, I), float32."""
     return np.random.default_rng(seed).standard_normal((steps, batch, I)).astype(np.float32)
 
 
 def expected(x: Any, values: dict[str, np.ndarray],
              state: Any = None) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """y and (h, c) in float64."""
     batch = x.shape[1]
     h, c = (np.zeros((2, batch, H)) if state is None else (np.asarray(s, np.float64) for s in state))
     y = []
@@ -145,7 +131,6 @@ def expected(x: Any, values: dict[str, np.ndarray],
 
 
 def tables_of(parameters: Sequence[Parameter], packings: Iterable[Packing]) -> tuple[Manifest, bytes]:
-    """The manifest and the C tables of a module that has these."""
     base = manifest()
     packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(packings)]
     buffers = (*base.buffers[1:4], *packed)
@@ -189,7 +174,6 @@ class FakeGPU:
         return ctypes.CDLL(str(out))
 
     def content(self, at: int) -> bytes:
-        """All bytes of the memory there."""
         return ctypes.string_at(at, self.held[at][1])
 
     def _alloc(self, device: int, nbytes: int) -> int:

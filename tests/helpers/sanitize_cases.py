@@ -1,7 +1,5 @@
 """The layers that tests/sanitize.py runs: of every schedule, cut in several ways."""
 
-from __future__ import annotations
-
 from typing import Any
 
 
@@ -14,7 +12,6 @@ def case(schedule: str, cell: str, dtype: str, sizes: tuple[int, int, int, int],
 def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tuple[int, int, int, int],
                chains: int, registers: int, interleave: int, ahead: int, math: str, fences: str = "products",
                carrier: str = "l2", hoisted: str = "float32") -> dict[str, Any]:
-    """A configuration of `persistent`; ``cut``: groups, units, warps, gate warps."""
     names = ("groups", "units", "warps", "gate_warps")
     return case("persistent", cell, dtype, sizes, {
         **dict(zip(names, cut, strict=True)), "chains": chains, "registers": registers, "interleave": interleave,
@@ -23,7 +20,6 @@ def persistent(cell: str, dtype: str, sizes: tuple[int, int, int, int], cut: tup
 
 def block(cell: str, dtype: str, sizes: tuple[int, int, int, int], products: str, rows: int, units: int, lanes: int,
           registers: int, math: str, hoisted: str = "float32", cluster: int = 1, heads: int = 1) -> dict[str, Any]:
-    """A configuration of `persistent_block`."""
     return case("persistent_block", cell, dtype, sizes, ({"heads": heads} if "heads" in cell else {}) | {
         "products": products, "rows": rows, "units": units, "lanes": lanes, "registers": registers, "resident": 1,
         "cluster": cluster, "hoisted": hoisted, "math": math})
@@ -31,7 +27,6 @@ def block(cell: str, dtype: str, sizes: tuple[int, int, int, int], products: str
 
 def wide(cell: str, dtype: str, sizes: tuple[int, int, int, int], groups: int, units: int, registers: int,
          parts: int = 1, row_teams: int = 1, hoisted: str = "float32", **streamed: int) -> dict[str, Any]:
-    """A configuration of `persistent_wide`."""
     return case("persistent_wide", cell, dtype, sizes, {
         "groups": groups, "units": units, "parts": parts, "row_teams": row_teams, "registers": registers,
         **streamed, "hoisted": hoisted, "math": "fast"})

@@ -1,7 +1,5 @@
 """Tiles of one row and vector on CPUs, which are compiled in half of the time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

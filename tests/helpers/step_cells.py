@@ -1,7 +1,4 @@
-"""Cells that use what the built-in ones do not, each with its formula in NumPy float64: other products and states,
-statistics of hidden units in every place that they can have, and products of what depends on x and on a state."""
-
-from __future__ import annotations
+"""Cells that use what the built-in ones do not, each with its formula in NumPy float64."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -21,15 +18,13 @@ def sigmoid(z: Any) -> Any:
 
 
 def normal(*gates: Any) -> list[Any]:
-    """Layer normalization of all gates together."""
     values = np.concatenate(gates, axis=1)
     values = (values - values.mean(axis=1)[:, None]) / np.sqrt(values.var(axis=1)[:, None] + 1e-5)
     return np.split(values, len(gates), axis=1)
 
 
 class Formula(Cell):
-    """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter, or (G, K). ``numpy`` is its step on
-    arrays: x, the states, and by name parameters and inputs, to what the step returns."""
+    """``shapes``: (G, "I"), (G, "H"), (G,) or (G, K) of each parameter; ``numpy``: the step on arrays, by name."""
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -47,8 +42,6 @@ class Formula(Cell):
 
 
 class Gated(Formula):
-    """Minimal gated unit: a second product of what the first one gates; its gate is carried over."""
-
     name, states, shapes = "gated", ("h",), {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, parameters):
@@ -85,8 +78,6 @@ class Pair(Formula):
 
 
 class Leaky(Formula):
-    """No recurrent product, and x outside of products too (so I == H)."""
-
     name, states, shapes = "leaky", ("h",), {"W": (1, "I"), "b": (1,)}
 
     def step(self, x, states, parameters):
@@ -98,8 +89,6 @@ class Leaky(Formula):
 
 
 class Average(Formula):
-    """No product at all, no parameter."""
-
     name, states = "average", ("h",)
 
     def step(self, x, states, parameters):
@@ -111,8 +100,6 @@ class Average(Formula):
 
 
 class Independent(IndRNN, Formula):
-    """The built-in one, with its formula."""
-
     def numpy(self, x, h, weight_ih, weight_hh, bias_ih):
         return (np.maximum(x @ weight_ih[0].T + bias_ih[0] + weight_hh[0] * h, 0.0),)
 
@@ -152,8 +139,6 @@ class Seven(Formula):
 
 
 class Decay(Formula):
-    """Nothing of x at all."""
-
     name, states, shapes = "decay", ("h",), {"u": (1,)}
 
     def step(self, x, states, parameters):
@@ -165,8 +150,6 @@ class Decay(Formula):
 
 
 class Echo(Formula):
-    """A recurrent product, but none of x."""
-
     name, states, shapes = "echo", ("h",), {"R": (1, "H")}
 
     def step(self, x, states, parameters):
@@ -178,8 +161,7 @@ class Echo(Formula):
 
 
 class Blend(Formula):
-    """Of x's products and, in the step, of what came of these; of a state beside a product; of values of a phase with
-    another product; of a new state. Three hoisted values of two products."""
+    """Of x's products and of what came of these; of a state beside a product; of a new state."""
 
     name, states, shapes = "blend", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (2,)}
 
@@ -264,8 +246,7 @@ class Shared(Formula):
 
 
 class LRU(Formula):
-    """A diagonal linear recurrence with a read-out of its new state, as the linear recurrent unit (Orvieto et al. 2023,
-    arXiv 2303.06349) with real eigenvalues: s' = a s + sqrt(1 - a^2) B x, y = C s' + d tanh(s')."""
+    """The linear recurrent unit (Orvieto et al. 2023, arXiv 2303.06349), real: s' = a s + sqrt(1 - a^2) B x."""
 
     name, states, shapes = "lru", ("y", "s"), {"B": (1, "I"), "C": (1, "H"), "nu": (1,), "d": (1,)}
 
@@ -285,8 +266,7 @@ class LRU(Formula):
 
 
 class SCRN(Formula):
-    """Structurally constrained recurrent network (Mikolov et al. 2015, arXiv 1412.7753), as published:
-    s' = (1 - a) B x + a s, h' = sigmoid(P s' + A x + R h), y = softplus'(U h' + V s'), all of H units."""
+    """Structurally constrained recurrent network (Mikolov et al. 2015, arXiv 1412.7753), all of H units."""
 
     name, states, shapes = "scrn", ("y", "h", "s"), {"A": (2, "I"), "R": (4, "H")}
 
@@ -306,8 +286,6 @@ class SCRN(Formula):
 
 
 class Peephole(Formula):
-    """LSTM whose gates also read the cell state: pointwise values before any product."""
-
     name, states, output, unread = "peephole", ("c", "h"), "h", ("p",)
     shapes = {"W": (3, "I"), "R": (3, "H"), "p": (3,)}
 
@@ -327,8 +305,6 @@ class Peephole(Formula):
 
 
 class Chain(Formula):
-    """Three products a step, one of a function of the state, and values that skip a phase."""
-
     name, states, shapes = "chain", ("h", "s"), {"W": (2, "I"), "R": (4, "H"), "v": (2,)}
 
     def step(self, x, states, p):
@@ -356,12 +332,10 @@ class Residual(Formula):
 
     def step(self, x, states, p):
         (h,), wx, decay = states, product(x, p["W"], 0), p["decay"]
-
         def new(b: Any, j: Any) -> Any:
             grown = te.log(te.sqrt(te.exp(h[b, j])) + te.abs(wx[b, j]))
             kept = tirx.Select(x[b, j] > 0.0, te.exp(decay[0, j]) * h[b, j], tirx.max(h[b, j], grown))
             return te.erf(kept) + x[b, j]
-
         return [pointwise(new, h)]
 
     def numpy(self, x, h, W, decay):
@@ -371,8 +345,7 @@ class Residual(Formula):
 
 
 class Given(Cell):
-    """A cell of one state, or with such ``attributes``, whose step (x, h, parameters) to new states is given, and the
-    shapes of its parameters, as a function of I and H."""
+    """A cell whose step (x, h, parameters) to new states is given, and its shapes as a function of I and H."""
 
     name, states = "given", ("h",)
 
@@ -397,8 +370,7 @@ LATE = {cell.name: cell for cell in (LRU(), SCRN())}  # first products of what d
 
 
 def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """y (T, B, H), or (T, B, O H) of several outputs, and the last states, float64; parameters (G, H[, K]). A formula
-    gives the new states, other outputs among them, and the name of y, or a tuple of names."""
+    """y (T, B, H), or (T, B, O H), and the last states, float64; parameters (G, H[, K])."""
     states, parameters = ({n: np.asarray(v, np.float64) for n, v in given.items()} for given in (states, parameters))
     y = []
     for row in np.asarray(x, np.float64):
@@ -410,8 +382,7 @@ def run(cell: Cell, x: Any, states: Mapping[str, Any], parameters: Mapping[str, 
 
 def run_analysed(graph: StepGraph, x: Any, parameters: Mapping[str, Any],
                  states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """One layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each,
-    to y (T, B, H) and the final states; float64."""
+    """y (T, B, H) and the final states, float64, of one analysed layer; ``parameters`` in te shape, states (B, H)."""
     weights = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     x, current = np.asarray(x, np.float64), [np.asarray(s, np.float64) for s in states]
     shape, values, steps = current[0].shape, start(graph, weights), []

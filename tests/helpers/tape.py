@@ -14,8 +14,6 @@ from ecornn.numpy_gradients import Traced, backward
 
 @dataclass
 class Call:
-    """The arguments of a training step; ``parameters`` in te shape."""
-
     x: np.ndarray
     states: list[np.ndarray]
     dy: np.ndarray
@@ -34,8 +32,7 @@ class Call:
 
 def train(cell: Cell, step: Callable[[Traced, list[Traced], dict[str, Traced]], list[Traced]], call: Call,
           reverse: bool = False) -> dict[str, np.ndarray]:
-    """What a training step makes of a call, by the names of buffers; masks as the runtime describes them. ``step``: all
-    that the cell returns, of a row of x, states and parameters."""
+    """What a training step makes of a call, by the names of buffers; ``step``: all that the cell returns."""
     steps, batch, _ = call.x.shape
     x, parameters = Traced(call.x), {n: Traced(p) for n, p in call.parameters.items()}
     first = [Traced(s) for s in call.states]

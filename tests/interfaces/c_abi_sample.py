@@ -1,7 +1,5 @@
 """Programs in C and C++, compiled, and run on folders of arrays."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -24,20 +22,17 @@ STRICT = ("-Wall", "-Wextra", "-Werror")
 
 
 def documented(language: str, holds: str = "") -> str:
-    """The first program of docs/C.md in that language that has this in it."""
     text = (ROOT / "docs" / "C.md").read_text()
     return next(code for code in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if holds in code)
 
 
 def flags(*asked: str) -> list[str]:
-    """What ``ecornn config`` prints that is asked for ``--cflags`` or ``--libs``."""
     result = CliRunner().invoke(main, ["config", *asked])
     assert result.exit_code == 0, result.output
     return shlex.split(result.output)
 
 
 def compiled(source: Path, out: Path, *more: str, last: Sequence[str | Path] = (), alone: bool = False) -> Path:
-    """The program of a source in C or C++; ``last``: further libraries, or all of them if it is ``alone``."""
     c = source.suffix == ".c"
     compiler = shutil.which("cc" if c else "c++")
     assert compiler, "these tests need a C and a C++ compiler"
@@ -48,14 +43,12 @@ def compiled(source: Path, out: Path, *more: str, last: Sequence[str | Path] = (
 
 
 def run(program: Path | str, *arguments: Any) -> str:
-    """What a program prints; it must end well, and say nothing on stderr."""
     said, errors = run_both(program, *arguments)
     assert not errors, errors
     return said
 
 
 def run_both(program: Path | str, *arguments: Any, **environment: str) -> tuple[str, str]:
-    """The same with what it says on stderr."""
     result = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True,
                             env=os.environ | {"ECORNN_OPENMP": "off"} | environment)
     assert result.returncode == 0, f"{result.returncode}\n{result.stdout}\n{result.stderr}"
@@ -63,20 +56,17 @@ def run_both(program: Path | str, *arguments: Any, **environment: str) -> tuple[
 
 
 def weights_of(module: Module, seed: int = 3) -> dict[str, np.ndarray]:
-    """Random ones of a module's parameters, float32."""
     rng = np.random.default_rng(seed)
     return {p.name: rng.uniform(-0.5, 0.5, p.shape).astype(np.float32) for p in module.manifest.parameters}
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Files of arrays as they lie in memory."""
     folder.mkdir(exist_ok=True)
     for name, array in arrays.items():
         array.tofile(folder / name)
 
 
 def read(folder: Path, name: str, *shape: int) -> np.ndarray:
-    """A float32 array that a program wrote."""
     return np.fromfile(folder / name, np.float32).reshape(shape)
 
 
@@ -84,38 +74,31 @@ FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32 against float64
 
 
 def close(found: np.ndarray, wanted: np.ndarray, limit: float = FORWARD) -> None:
-    """That the relative error of an array is below the limit."""
-    assert found.shape == wanted.shape
-    assert np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)
+    assert found.shape == wanted.shape and np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)
 
 
 def drawn(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Random arrays of these shapes, float32."""
     rng = np.random.default_rng(5)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def arrays_of(module: Module, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Random weights of a module, and arrays of these shapes."""
     return weights_of(module) | drawn(**shapes)
 
 
 def training_arrays(module: Module) -> dict[str, np.ndarray]:
-    """Those of a training step of an LSTM, with gradients dh and dc of its last states."""
     w = module.manifest.workload
     return arrays_of(module, x=(w.seq, w.batch, w.input), dy=(w.seq, w.batch, w.hidden),
                      **dict.fromkeys(("h_in", "c_in", "dh", "dc"), (w.batch, w.hidden)))
 
 
 def gradients_of(arrays: Mapping[str, np.ndarray], module: Module) -> tuple[Any, Any, Any]:
-    """In float64: of x, weights and first states."""
     weights = {p.name: arrays[p.name] for p in module.manifest.parameters}
     before, after = ([arrays[name] for name in names] for names in (("h_in", "c_in"), ("dh", "dc")))
     return ecornn.reference_gradients("lstm", arrays["x"], weights, before, dy=arrays["dy"], dstate=after)
 
 
 def check_gradients(folder: Path, arrays: Mapping[str, np.ndarray], module: Module) -> None:
-    """Those that a program wrote."""
     dx, dweights, dstate = gradients_of(arrays, module)
     wanted = {"dx": dx, **dict(zip(("dh_in", "dc_in"), dstate, strict=True)),
               **{f"gradient_{name}": value for name, value in dweights.items()}}

@@ -1,7 +1,4 @@
-"""Modules called from C and C++: module files and static libraries; results, refusals, threads under sanitizers, calls
-without memory or locks."""
-
-from __future__ import annotations
+"""Modules called from C and C++: results, refusals, sanitizers, calls without memory or locks."""
 
 import ctypes
 import platform
@@ -56,7 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def generated(folder: Path) -> Generated:
-    """An LSTM that trains, whose module file is lstm.so."""
     layer = LayerSpec("lstm", hidden=H, input=I, batch=B, seq=T, training=True)
     return compiler.build(compiler.plan_layer(layer, target="cpu"), folder / "lstm.so")
 
@@ -147,9 +143,7 @@ def test_threads_and_a_training_step_from_cpp(folder: Path, lstm: Module):
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_under_sanitizers(folder: Path, lstm: Module, generated: Generated, monkeypatch: pytest.MonkeyPatch,
-                          sanitizer: str):
-    """The program, and the module's host code."""
+def test_under_sanitizers(folder, lstm, generated, monkeypatch, sanitizer):
     here, flags = folder / sanitizer[:4], (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
     write(here, training_arrays(lstm))
     monkeypatch.setenv("CXX", " ".join(("c++", *flags)))
@@ -179,11 +173,9 @@ def test_the_program_of_the_documentation(folder: Path, large: Module, language:
 
 
 def test_versions(folder: Path, lstm: Module, program: Path):
-    """A file whose interface has another version, and one from before there was one."""
     function = ctypes.CDLL(str(lstm.path)).ecornn_module_api
     function.restype = ctypes.POINTER(ctypes.c_int32 * 2)
-    assert not function(2) and not function(0)
-    assert function(1).contents[0] == 1
+    assert not function(2) and not function(0) and function(1).contents[0] == 1
     older = folder / "older.so"
     subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", older], input="int before;", text=True,
                    check=True)
@@ -206,8 +198,7 @@ def test_steps_allocate_nothing_and_take_no_lock(folder: Path, lstm: Module):
 @pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path, monkeypatch: pytest.MonkeyPatch, packs: bool):
-    """With weights from the host and from the GPU, on the caller's stream; these packed there by a module that has the
-    kernel for it."""
+    """With weights from the host and from the GPU, packed there where the module has the kernel for it."""
     from test_stacks_cuda import SCHEDULES, TINY, B, H, I, T
 
     if not packs:
@@ -249,7 +240,6 @@ LAYERS = {"lstm12": ("lstm", 12, 5), "gru9": ("gru", 9, 4)}
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With lstm12.a, libgru9.a and their headers."""
     found = tmp_path_factory.mktemp("archives")
     for name, (cell, hidden, input) in LAYERS.items():
         file = found / f"{'lib' if cell == 'gru' else ''}{name}.a"
@@ -277,8 +267,7 @@ def test_two_layers_in_one_program(archives: Path):
         mine = lines[number * (steps + 1):][:steps + 1]
         weights = {name: np.full_like(w, 0.1) for name, w in random_weights(cell, input, hidden).items()}
         y, _ = ecornn.reference(cell, np.ones((steps, 2, input), np.float32), weights)
-        found = np.array([line.split() for line in mine[:-1]], np.float64)
-        close(found, np.stack([y[:, 0, 0], y[:, 1, -1]], axis=1))
+        close(np.array([line.split() for line in mine[:-1]], np.float64), np.stack([y[:, 0, 0], y[:, 1, -1]], axis=1))
         assert mine[-1].startswith(f"2 x has shape (7, 3, {input}); expected (T, B, {input})"), mine[-1]
 
 

@@ -1,7 +1,5 @@
 """Layers in JAX on a CPU: values, gradients, jit, vmap, and what is refused."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -27,14 +25,12 @@ CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 @pytest.fixture(scope="module")
 def lstm() -> ecornn.jax.Recurrent:
-    """That trains."""
     module = ecornn.compile("lstm", hidden=H, input=I, batch=MOST, seq=T, target="cpu", training=True)
     return ecornn.jax.recurrent(module)
 
 
 @pytest.fixture(scope="module")
 def gru() -> ecornn.jax.Recurrent:
-    """Two layers in both directions, with masks."""
     return ecornn.jax.recurrent(ecornn.compile("gru", hidden=H, input=I, batch=MOST, seq=T, target="cpu", layers=2,
                                                bidirectional=True, lengths=True, resets=True), threads=2)
 
@@ -70,11 +66,9 @@ def test_a_stack_with_masks(gru: ecornn.jax.Recurrent):
 def test_gradients(lstm: ecornn.jax.Recurrent):
     weights, x, state = weights_of(lstm.module), normal(T, B, I), (normal(B, H, seed=1), normal(B, H, seed=2))
     dy, dh, dc = normal(T, B, H, seed=3), normal(B, H, seed=4), normal(B, H, seed=5)
-
     def loss(weights, x, state):
         y, (h, c) = lstm(weights, x, state)
         return jnp.vdot(y, dy) + jnp.vdot(h, dh) + jnp.vdot(c, dc)
-
     dx, dweights, dstate = ecornn.reference_gradients("lstm", x, weights, state, dy=dy, dstate=(dh, dc))
     gradient = jax.grad(loss, argnums=(0, 1, 2))
     for function in (gradient, jax.jit(gradient), jax.jit(gradient)):  # gradients must not add up over calls
@@ -88,7 +82,6 @@ def test_gradients(lstm: ecornn.jax.Recurrent):
 
 @pytest.mark.parametrize("own_weights", [False, True])
 def test_vmap(lstm: ecornn.jax.Recurrent, gru: ecornn.jax.Recurrent, own_weights: bool):
-    """Rows of a batch, here two at a time; and one after the other."""
     for layer, cell in ((lstm, "lstm"), (gru, "gru")):
         many = [weights_of(layer.module, seed) for seed in range(3)]
         weights = {n: np.stack([w[n] for w in many]) for n in many[0]} if own_weights else many[0]

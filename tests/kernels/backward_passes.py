@@ -4,8 +4,6 @@ random arguments: as kernels get them, and what comes of them in float64.
 Kernels and float64 get the same hoisted values, as they lie in memory: who computes these answers for their rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +27,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Passes:
-    """A piece of a program, compiled for this CPU; ``given`` are shapes and types of what it needs beside its own;
-    ``more`` goes to ``Emulated``."""
+    """A piece of a program, compiled for this CPU; ``given`` are shapes and types of what it needs beside its own."""
 
     def __init__(self, part: Component, folder: Path, given: Mapping[str, tuple[tuple[int, ...], str]],
                  **more: Any) -> None:
@@ -45,9 +42,7 @@ class Passes:
     def run(self, steps: int, batch: int, values: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray] | None = None, made: Mapping[str, tuple[int, ...]] | None = None,
             twice: bool = True, add: bool = True) -> Arrays:
-        """All buffers afterwards, those of ``given`` and ``made`` in their shape. What is not among ``values`` holds
-        NaN before, and a guard lies behind each. ``twice``: that a second run leaves the same bits;
-        ``add``: the scalar of this name."""
+        """All buffers afterwards; what is not given is NaN before. ``twice``: a second run leaves the same bits."""
         if twice:
             found, again = (self.run(steps, batch, values, parameters, made, False, add) for _ in range(2))
             for name in self.given:
@@ -57,8 +52,7 @@ class Passes:
         self.emulated.carry_out(memory, steps, batch, add=add)
         self.emulated.check_guards(memory)
         shapes = {n: shape for n, (shape, _) in self.given.items()} | dict(made or {})
-        return {n: memory[n][:int(np.prod(shapes[n]))].reshape(shapes[n]) if n in shapes else memory[n]
-                for n in memory}
+        return {n: memory[n][:int(np.prod(shapes[n]))].reshape(shapes[n]) if n in shapes else memory[n] for n in memory}
 
 
 Array = Any
@@ -67,14 +61,7 @@ Multiply = Callable[[Array, Array], Array]  # (B, H) by (H, H)
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of a recurrence, as float64 arrays of values that the layer's type has.
-
-    Attributes
-    ----------
-    weights : the layer's, in te shape
-    hoisted : (T*B, Q, H)
-    first : name -> (B, H), the states that the recurrence begins with
-    """
+    """Arguments of a recurrence, float64: ``weights`` in te shape, ``hoisted`` (T*B, Q, H), ``first`` states (B, H)."""
 
     weights: dict[str, Array]
     hoisted: Array
@@ -82,13 +69,10 @@ class Sample:
 
 
 def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample:
-    """Of the recurrence ``task``: values of a forward pass over random x, and random gradients."""
     w, graph = task.workload, task.graph
     rng, shape = np.random.default_rng([seed, w.seq, w.batch, w.hidden]), (w.seq, w.batch, w.hidden)
-
     def of_type(values: Array, dtype: str = w.dtype) -> Array:
         return values.astype(DTYPES[dtype]).astype(np.float64)
-
     weights = {n: of_type(rng.uniform(-1, 1, s) * w.hidden**-0.5) for n, s in graph.parameters.items()}
     states = [rng.uniform(-1, 1, shape[1:]) for _ in adjoint.forward.states]
     forward = adjoint.forward
@@ -104,7 +88,6 @@ def draw(task: Task, adjoint: Adjoint, layout: Hoisted, seed: int = 0) -> Sample
 
 
 def laid(layout: Hoisted, rows: Array) -> Array:
-    """Values (T*B, Q, H) as the workspace has them, NaN where it has padding."""
     return layout.laid(rows).astype(DTYPES[layout.dtype]).reshape(-1)
 
 
@@ -115,8 +98,7 @@ def lowered(outputs: Array) -> Array:
 
 def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "float32",
           multiply: Multiply = np.matmul) -> tuple[Array, dict[str, Array]]:
-    """The outputs (T, B, O, H) and the last states, each row apart, in float64; ``kind``: what products multiply is
-    rounded to, as a library of that arithmetic does."""
+    """Outputs (T, B, O, H) and last states, each row apart, in float64; products' factors are rounded to ``kind``."""
     w, graph = task.workload, task.graph
     hoisted = sample.hoisted.reshape(w.seq, -1, len(graph.hoisted_outputs), w.hidden)
     batch = hoisted.shape[1]
@@ -145,8 +127,7 @@ def recur(task: Task, sample: Sample, masks: Mapping[str, Array], kind: str = "f
 
 def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array],
            rows: slice) -> Iterator[tuple[list[int], bool]]:
-    """The steps between two resets of a layer, in the order of its adjoint, and whether the layer cleared its states
-    before them: so that nothing goes back beyond."""
+    """The steps between two resets, in the adjoint's order, and whether states were cleared before them."""
     n = int(masks["lengths"][rows.start]) if traversal.lengths else steps
     of_layer = list(range(n)) if traversal.reverse else list(range(n))[::-1]
     cleared = [False] * n
@@ -166,7 +147,6 @@ def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array],
 
 def step(graph: StepGraph, values: Values, matrices: Mapping[str, Array], shape: tuple[int, ...], kind: str,
          multiply: Multiply) -> None:
-    """As :func:`ecornn.analysis.backpropagation.step`, with products of rounded factors."""
     assign(graph.prologue, values)
     for phase in graph.phases:
         summarize(phase.statistics, values, shape)

@@ -1,7 +1,4 @@
-"""What a backward pass has beside its recurrence, emulated, against the adjoint in float64: what follows it, such as
-gradients of matrices; what it reads, for all steps at once, against the same graphs; the states before each step."""
-
-from __future__ import annotations
+"""Beside the recurrence of a backward pass, emulated, against the adjoint in float64: gradients of matrices, replay."""
 
 from dataclasses import replace as changed
 
@@ -47,7 +44,6 @@ def memory_of(cell, sizes, dtype, traversal=ALONE, device=TINY):
 
 
 def gradients_of(memory, values, parameters):
-    """What follows the recurrence, from the memory that the passes read, float64."""
     back, w = memory.adjoint, memory.task.workload
     shape = (*values["x"].shape[:2], w.hidden)
     read = memory.leaves() | memory.outputs() | replayed(memory)
@@ -119,8 +115,7 @@ def test_what_follows_the_recurrence(tmp_path, monkeypatch, cell, sizes, dtype, 
         values[space.name] = drawn.astype(DTYPES[space.dtype])
     values |= {p.columns.name: generator.uniform(-1, 1, (w.batch, w.hidden)).astype(kind)
                for p in memory.last().values()}
-    exact = {n: v.astype(np.float64) for n, v in values.items()}
-    masks = {}
+    exact, masks = {n: v.astype(np.float64) for n, v in values.items()}, {}
     if traversal.lengths:
         masks["lengths"] = np.arange(w.batch, dtype=np.int32) * 7 % (w.seq + 3)  # beyond T, too
         for b, n in enumerate(masks["lengths"]):
@@ -164,7 +159,6 @@ REPLAYED_SUMS = {"float32": 2e-6, "tf32": 2e-3, "float16": 2e-6, "bfloat16": 2e-
 
 
 def unpacked(values, layout, rows):
-    """(T*B, Q, H) from the layout's order."""
     if not layout.packed:
         return values[:rows * layout.row].reshape(rows, layout.outputs, layout.hidden).astype(np.float64)
     found, planes = [], values[:rows * layout.row].reshape(rows, layout.row).astype(np.float64)
@@ -177,7 +171,6 @@ def unpacked(values, layout, rows):
 
 
 def replayed_exactly(task, memory, values, parameters):
-    """All values of the replay and of the recurrence's hoisted part, float64."""
     back, w = memory.adjoint, task.workload
     shape = (*values["x"].shape[:2], w.hidden)
     known = {v: values[p.columns.name][..., p.columns.offset:][..., :p.columns.width]
@@ -191,7 +184,6 @@ def replayed_exactly(task, memory, values, parameters):
 
 
 def draw(task, memory, seed=0):
-    """Leaves, parameters and the shapes of what is given."""
     w, generator = task.workload, np.random.default_rng(seed)
     kind = DTYPES[w.dtype]
     shapes = {p.columns.name: (w.seq, w.batch, p.columns.stride) for p in memory.leaves().values()}
@@ -256,7 +248,6 @@ def check(name, got, exactly, sums, kind):
 
 
 def test_every_cell_has_a_replay():
-    """Of some of them no test runs it, but all can be planned."""
     for cell in step_cells.CELLS:
         memory = memory_of(cell, (3, 2, 5, 5), "float32")
         layout = Hoisted("float32", len(memory.adjoint.recurrence.hoisted_outputs), 5)
@@ -264,7 +255,6 @@ def test_every_cell_has_a_replay():
 
 
 def before(after, first, traversal, masks):
-    """What each step begins with; zero where it takes no part."""
     found = np.zeros_like(after)
     for b in range(after.shape[1]):
         end = min(masks.get("lengths", [len(after)] * after.shape[1])[b], len(after))
@@ -279,7 +269,6 @@ def before(after, first, traversal, masks):
 
 
 def before_in_columns(after, first, traversal, table):
-    """The same of sequences, whose pieces lie in the order of their steps."""
     found = np.zeros_like(after)
     for number in range(len(first)):
         t, c = (at[::-1] if traversal.reverse else at for at in np.nonzero(unmarked(table) == number))
@@ -318,7 +307,6 @@ def test_gathers(tmp_path, sizes, dtype, traversal):
 
 
 def filled_up(values, memory):
-    """States before each step as they lie in memory, with NaN where nobody reads."""
     missing = memory.before("h").stride - values.shape[-1]
     return np.pad(values, [(0, 0), (0, 0), (0, missing)], constant_values=np.nan)
 
@@ -342,7 +330,6 @@ def test_a_gate_that_nobody_uses_has_no_gradient(tmp_path):
 
 
 def small(dtype, sizes):
-    """A vanilla layer's memory, drawn, its weight gradients in float64, and the passes' calls."""
     memory, generator = memory_of("rnn_tanh", sizes, dtype, device=replace(TINY, cores=2)), np.random.default_rng(6)
     steps, batch, inputs, H = sizes
     values = {n: generator.normal(size=(steps, batch, width)).astype(DTYPES[dtype])
@@ -369,11 +356,9 @@ def test_the_fence_between_copies_and_products(tmp_path, dropped):
     """cp.async writes by another proxy than wgmma reads."""
     values, wanted, given, part = small("bfloat16", (8, 9, 8, 16))
     fence = "tvm_builtin_ptx_fence_proxy_proxy_async_shared__cta();"
-
     def change(text: str) -> str:
         assert text.count(fence) == 2  # of either kernel
         return text.replace(fence, "") if dropped else text
-
     try:
         found = Passes(part, tmp_path, given, ordered=True, change=change).run(8, 9, values, twice=False)
     except Fault:

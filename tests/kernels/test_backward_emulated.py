@@ -1,7 +1,4 @@
-"""A training step of a GPU module, emulated: ``forward``, then ``backward`` on what it kept, against a float64 tape;
-also of cells whose steps lack what most have, or have it in other places."""
-
-from __future__ import annotations
+"""``forward``, then ``backward`` on what it kept, emulated, against a float64 tape; also of unusual cells."""
 
 import re
 from pathlib import Path
@@ -12,9 +9,8 @@ import pytest
 import test_adjoint
 from cpu_training_sample import Call, reference
 from cuda_on_cpu import DTYPES, Emulated
-from emulated import TINY, masks_of, task_of, training_program
-from emulated_training import check as compare
-from emulated_training import train_call
+from emulated import TINY, masks_of, task_of, train_call, training_program
+from emulated import check as compare
 from exact import ALL_CELLS, unmarked
 from msgspec import structs
 from test_adjoint import ALL, H, cell_of, width
@@ -46,15 +42,12 @@ LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, shortest: int = 1) -> None:
-    """Small layers, too, train in chunks of eight steps, from so many steps on."""
     eight = {"gates": 8, "states": 8}
     for constant, value in {"ROOM": 1, "LEAST": eight, "BACKWARD": eight, "SHORTEST": shortest}.items():
         monkeypatch.setattr(chunks, constant, value)
 
 
 class Step:
-    """A compiled layer, and one training step of it."""
-
     def __init__(self, folder: Path, schedule: str | None, of: str | Cell, sizes: tuple[int, int, int, int], dtype: str,
                  traversal: Traversal = ALONE, keep: str = "states") -> None:
         (steps, batch, input, hidden), cell = sizes, of if isinstance(of, Cell) else cell_of(of)
@@ -68,10 +61,8 @@ class Step:
 
     def arguments(self, steps: int, batch: int) -> Call:
         rng, work, kind = np.random.default_rng(3), self.task.workload, DTYPES[self.task.workload.dtype]
-
         def drawn(*shape: int) -> np.ndarray:
             return rng.uniform(-1, 1, shape).astype(kind).astype(np.float32)
-
         masks = masks_of(self.traversal, steps, batch, self.program.together)
         parameters = {n: (rng.uniform(-1, 1, s) / work.hidden ** 0.5).astype(kind).astype(np.float32)
                       for n, s in self.task.graph.parameters.items()}
@@ -82,7 +73,6 @@ class Step:
                     masks.get("lengths"), masks.get("resets"), table)
 
     def run(self, call: Call, add: bool = True, apart: bool = False) -> dict[str, np.ndarray]:
-        """What both entries make, see :func:`~emulated_training.train`."""
         return train_call(self.emulated, list(self.task.graph.states), call, add=add, apart=apart)
 
 
@@ -129,8 +119,7 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
                  marks=pytest.mark.exhaustive),
 ], ids=str)
 def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path, monkeypatch):
-    """Forward keeps them, and backward multiplies none of what they have again. What the recurrence writes is in rows
-    of whole lines of memory, as those of large layers are."""
+    """Forward keeps them. What the recurrence writes is in rows of whole lines of memory, as of large layers."""
     monkeypatch.setattr(keeping, "LINES", 0)
     step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
     values = [b for b in step.program.buffers if b.tensor in ("value_kept", "values_kept")]
@@ -161,7 +150,6 @@ def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(t
     ("gru_reset_before", (4, 3, 7, 40), "bfloat16", Traversal(reverse=True)),
 ], ids=str)
 def test_weights_that_do_not_fit_on_chip(name, sizes, dtype, traversal, tmp_path, monkeypatch):
-    """The adjoint's recurrence with a launch a step and phase."""
     for schedule in (Persistent, PersistentWide):
         monkeypatch.setattr(schedule, "refuses", lambda self, task: "no room")
     step = Step(tmp_path, "layout_transform", name, sizes, dtype, traversal)
@@ -178,7 +166,6 @@ def check(step, name, sizes, dtype, traversal):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
 def test_a_training_step_of_every_cell(name, tmp_path):
-    """Sizes and directions drawn for each."""
     draws = np.random.default_rng(sum(name.encode()))
     steps, batch, input, hidden = (int(draws.integers(1, most)) for most in (6, 7, 18, 20))
     heads = int(found[1]) if (found := re.search(r"heads=(\d+)", name)) else 1
@@ -201,7 +188,6 @@ def test_a_training_step_of_every_cell(name, tmp_path):
     pytest.param("lstm", (20, 3, H, H), Traversal(reverse=True, lengths=True), marks=pytest.mark.exhaustive),
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
-    """Of 8 steps, the last one of fewer; the same bits in every run."""
     in_chunks(monkeypatch)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):
@@ -246,7 +232,6 @@ def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
     pytest.param("lstm", (18, 9, 6, H), Traversal(lengths=True, resets=True), {}, marks=pytest.mark.exhaustive),
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
 def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
-    """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
     in_chunks(monkeypatch)
     large_batches(monkeypatch, cut)
     step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)
@@ -259,11 +244,9 @@ def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path,
     ("lstm", True, ["gates"]), ("gru", True, []), ("rnn_tanh", True, ["gates", "states"]),
     ("lstm(layer_norm)", False, ["gates"])])
 def test_what_is_made_at_the_same_time(name, apart, late, keep):
-    """Gradients of weights beside that of x, and what only those read beside the recurrence, where neither makes what
-    the other one reads: they have in common what came before them."""
+    """Gradients of weights beside that of x; neither makes what the other one reads."""
     work = Workload(name, 256, 256, 16, 300, "bfloat16")
-    traversal = Traversal(lengths=True, keep=keep)
-    task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], traversal)
+    task = Task(work, analyse(cell_of(name), 256, 256), KNOWN["sm_90a"], Traversal(lengths=True, keep=keep))
     program = training_program(all_schedules()["persistent"], task)
     calls = program.entries[BACKWARD].calls
     found = [c for c in (*calls, *(c for one in calls if isinstance(one, Chunks) for c in one.calls))
@@ -283,8 +266,7 @@ def test_workspaces_do_not_grow_with_what_is_kept():
     """Those of T = 1024, which are of a chunk, serve T = 100,000, too."""
     work = Workload("lstm", 768, 768, 16, 1024, "bfloat16")
     task = Task(work, analyse(cell_of("lstm"), 768, 768), KNOWN["sm_90a"], Traversal(keep="states"))
-    schedule = all_schedules()["persistent"]
-    program = training_program(schedule, task)
+    program = training_program(all_schedules()["persistent"], task)
     for entry in (FORWARD, BACKWARD):
         own = [b for b in program.buffers if b.role == WORKSPACE and b.name in program.entries[entry].takes]
         assert sum(b.nbytes(work.seq) for b in own) == sum(b.nbytes(100_000) for b in own) < 140 << 20

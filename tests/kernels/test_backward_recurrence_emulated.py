@@ -1,7 +1,5 @@
 """The recurrence of adjoints in the persistent kernel, and with a launch a step, emulated on a CPU, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ import pytest
 from backward_passes import Sample, draw, laid, lowered, recur
 from cuda_on_cpu import Emulated
 from emulated import masks_of, task_of
-from exact import ALL_CELLS
-from limits import limit, relative, stored
+from exact import ALL_CELLS, limit, relative, stored
 from msgspec.structs import replace
 from numpy_packing import tf32
 from test_adjoint import ALL, cell_of
@@ -43,7 +40,6 @@ def recurrence_of(layer: Task) -> Task:
 
 def carried_out(folder: Path, schedule: Schedule, task: Task, config: Config, sample: Sample, masks: dict[str, Any],
                 **how: Any) -> dict[str, Any]:
-    """What buffers hold after a recurrence; before it NaN, where nobody says otherwise. ``how``: of ``Emulated``."""
     layout, first = hoisted_of(task, str(config.get("hoisted", "float32"))), next(iter(sample.first.values()))
     emulated = Emulated(schedule.program(task, schedule.plan(task, config)), folder, **how)
     given = masks | ({"hoisted": laid(layout, sample.hoisted)} if layout.outputs else {})
@@ -56,8 +52,7 @@ def carried_out(folder: Path, schedule: Schedule, task: Task, config: Config, sa
 
 def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Config | None = None,
                      batch: int | None = None, **how: Any) -> Config:
-    """Runs the recurrence of the adjoint of ``layer`` in the emulation, and compares it with float64. ``config``: of
-    the recurrence, the default's otherwise; ``batch``: the call's B; ``how``: of ``cuda_on_cpu.Emulated``."""
+    """The adjoint's recurrence against float64; ``batch``: the call's B; ``how``: of ``cuda_on_cpu.Emulated``."""
     made = adjoint(layer.graph, layer.workload.hidden)
     task = recurrence_task(layer, made)
     assert schedule.serves(task) is None
@@ -97,7 +92,6 @@ def close(found: Any, exact: Any, library: Any, arithmetic: str, what: str) -> N
 
 
 def check_asked(schedule: Schedule, task: Task) -> Config:
-    """Knobs, default, which is returned, and features of a schedule that carries out an adjoint."""
     knobs, config = {knob.name: knob.values for knob in schedule.knobs(task)}, schedule.default(task)
     assert all(value in knobs[name] for name, value in config.items()) and knobs["math"] == ("exact",)
     assert schedule.features(task, schedule.plan(task, config))["estimate"] == schedule.expected(task) > 0
@@ -130,7 +124,6 @@ PEEPHOLES = "lstm(peepholes,clip=0.75,zoneout_h=0.25)"
     ("rnn_tanh", (1, 5, 9, 24), "tf32", CLUSTER | {"units": 8, "warps": 1}, ALONE),
 ], ids=str)
 def test_persistent(tmp_path, cell, sizes, dtype, change, traversal):
-    """Through L2 and in clusters."""
     layer = task_of(cell, sizes, dtype, replace(SMALL, cores=15) if "carrier" in change else SMALL, traversal)
     check_recurrence(tmp_path, Persistent(), layer, cut(layer, **change))
 
@@ -185,7 +178,6 @@ def test_weights_that_do_not_fit_on_chip(tmp_path, arch):
 
 @pytest.mark.parametrize("change", [{}, {"fences": "rare"}, CLUSTER], ids=str)
 def test_with_no_more_order_of_memory_than_is_promised(tmp_path, change):
-    """The exchange of several operands, about twice around its ring."""
     layer = task_of("gru_reset_before", (40, 3, 9, 24), "float32", replace(SMALL, cores=12))
     check_recurrence(tmp_path, Persistent(), layer, cut(layer, units=8, warps=1, **change), ordered=True)
 
@@ -200,7 +192,6 @@ def test_fewer_rows_than_compiled(tmp_path, carrier):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
 def test_every_cell_that_is_served(tmp_path, monkeypatch, name):
-    """With the default's configuration."""
     monkeypatch.setitem(ALL_CELLS, name, cell_of(name))
     for dtype, reverse in (("float32", False), ("bfloat16", True)):
         layer = task_of(name, (6, 5, 40, 40), dtype, replace(SMALL, cores=15), Traversal(reverse, 1, True, True))
@@ -230,7 +221,6 @@ def test_packing_without_zeros():
     (Persistent(), "lstm", 16, 768), (Persistent(), "gru", 20, 800), (Persistent(), "rnn_tanh", 64, 512),
     (STEP, "lstm", 64, 640)], ids=lambda value: getattr(value, "name", str(value)))
 def test_what_is_asked_of_a_schedule_that_carries_out_adjoints(schedule, cell, batch, hidden):
-    """Knobs, check, default and features of the sizes that are measured; no projection is beside a recurrence."""
     layer = task_of(cell, (300, batch, hidden, hidden), "bfloat16", HOPPER)
     task = recurrence_of(layer)
     config = check_asked(schedule, task)
@@ -246,7 +236,6 @@ def test_what_is_asked_of_a_schedule_that_carries_out_adjoints(schedule, cell, b
     ("lstm", 16, 768, "persistent"), ("lstm", 64, 2048, "persistent_wide"), ("lstm", 256, 1024, "persistent_wide"),
     ("gru", 2, 5000, "layout_transform")])
 def test_which_schedule_carries_out_an_adjoint(cell, batch, hidden, name):
-    """The faster one of those that keep weights on chip; for all else there is the other."""
     task = recurrence_of(task_of(cell, (256, batch, hidden, hidden), "bfloat16", HOPPER))
     assert choose(task, None, None, Log()).schedule.name == name
     assert hidden < 5000 or "do not fit" in str(Persistent().serves(task))

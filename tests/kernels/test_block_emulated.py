@@ -1,7 +1,5 @@
 """The block kernel, emulated on the CPU: every way in which a layer can be cut."""
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 from cuda_on_cpu import Emulated, Fault, inputs
 from emulated import check_numbers, known_by_name, task_of
-from limits import relative
+from exact import relative
 from msgspec.structs import replace
 from published.heads import BlockGRU
 from smaller_matrices import BlockRNN
@@ -82,8 +80,7 @@ MORE = [pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
     ("slstm(heads=3)", (12, 9, 7, 21), "float16", {"rows": 3, "heads": 3}, Traversal(sequences=True)),
     ("slstm(heads=2)", (12, 9, 7, 32), "float16", MMA | {"rows": 4}, Traversal(True, sequences=True)),
     ("block_gru", (4, 11, 5, 64), "bfloat16", MMA | {"rows": 6, "cluster": 2, "hoisted": "same"}, ALONE),
-    ("block_gru", (4, 7, 5, 64), "float32", MMA | {"rows": 5, "cluster": 2}, Traversal(True, 2, True, True)),
-)]
+    ("block_gru", (4, 7, 5, 64), "float32", MMA | {"rows": 5, "cluster": 2}, Traversal(True, 2, True, True)))]
 
 
 BLOCKS = (*map(BlockRNN, (2, 3, 4)), BlockRNN(3, whole=True), BlockGRU())
@@ -100,13 +97,10 @@ def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal):
     ("lstm", (5, 9, 7, 17), {"rows": 2}, Traversal(True, 2, True, True, keep="gates")),
     ("block_gru", (5, 9, 7, 32), {"rows": 2, "heads": 2}, Traversal(keep="gates"))], ids=str)
 def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path, cell, sizes, change, traversal):
-    """Blocks without rows, and a part of one; values of rows that the call has."""
-    task = task_of(cell, sizes, "float16", SMALL, traversal)
-    check_numbers(tmp_path, PersistentBlock(), task, CUT | change, batch=3)
+    check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, "float16", SMALL, traversal), CUT | change, batch=3)
 
 
 def test_another_batch():
-    """Of a configuration whose blocks share multiprocessors."""
     schedule, device = PersistentBlock(), KNOWN["sm_90a"]
     config = CUT | {"rows": 4, "resident": 2, "math": "relative"}
     for batch, expected in ((3, (3, 1)), (500, (4, 1)), (2000, (4, 2))):
@@ -124,7 +118,6 @@ def test_every_barrier_is_missed(tmp_path, products):
     assert PersistentBlock().check(task, config) is None
     program = PersistentBlock().program(task, PersistentBlock().plan(task, config))
     given = inputs("lstm", (4, 3, 5, 24), "float16", task.graph.parameters, tuple(task.graph.states))
-
     def run(dropped: int | None) -> Any:
         def change(text: str) -> str:
             sites = [*SITE.finditer(text, text.rindex('extern "C" __global__'))]

@@ -1,7 +1,4 @@
-"""Memory of a layer on a GPU: workspaces in the place of others, what a training step takes, and which memory a call
-points to; weights packed there by the module's kernel, emulated, from the tables of its C interface, as NumPy packs."""
-
-from __future__ import annotations
+"""A layer's memory on a GPU: workspaces in the place of others; weights packed there, emulated, as NumPy packs."""
 
 import ctypes
 import gc
@@ -59,7 +56,6 @@ def space(name: str, fixed: int = 0, per_step: int = 0, dtype: str = "float32") 
 
 
 def test_one_lies_where_another_was():
-    """What is made first is not needed when what is made third is; the second one goes on."""
     functions = {"first": function("T", "a", "b"), "second": function("T", "a", "c"), "third": function("b", "c", "d")}
     calls = (launch("first"), launch("second"), launch("third"))
     buffers = (space("a", per_step=4), space("b", per_step=4), space("c", per_step=4),
@@ -92,9 +88,7 @@ def test_what_a_result_may_be_written_over():
 
 
 def test_a_walk_knows_every_kind_of_call():
-    """Each kind of call, of which one has another inside: all launches are seen and replaced, and all buffers."""
-    leaf = launch("kernel", into="a")
-    rows = {"x": 3}
+    leaf, rows = launch("kernel", into="a"), {"x": 3}
     kinds = [leaf, programs.Parallel("kernel", {"into": "a"}), programs.Fill("a", 0, Extent(8)), programs.Loop((leaf,)),
              programs.Relay((leaf,), "a", "b", "c", "d", 4), programs.Concurrent(((leaf,), (leaf,))),
              programs.Wave((programs.WaveLayer((leaf,), rows, (("a", "b"),)),) * 2, 2, 8),
@@ -120,7 +114,6 @@ def made(cell: str, seq: int, keep: str = "gates", hidden: int = 768, layers: in
 
 
 def training(manifest: Manifest, calls: list[Any]) -> Training:
-    """Of a module that does nothing but to note its arguments."""
     library = SimpleNamespace(forward=None, backward=lambda *arguments: calls.append(arguments))
     packed = {b.name: 0 for b in manifest.buffers if b.role == "packed"}
     return Training(SimpleNamespace(manifest=manifest, packed=packed, threads=1, device=0, library=library))
@@ -128,28 +121,23 @@ def training(manifest: Manifest, calls: list[Any]) -> Training:
 
 @pytest.mark.parametrize(("cell", "seq", "most"), [("lstm", 1024, 174.08), ("gru", 1024, 182), ("lstm", 4096, 621)])
 def test_a_step_that_keeps_gates(cell, seq, most):
-    """y, what is kept, float32 gradients and the larger one of two workspaces, MiB; the gradient of x lies in what is
-    kept. Workspaces are a tenth of that, but in GRU, where a chunk would be too short."""
+    """y, what is kept, float32 gradients and the larger workspace, MiB; the gradient of x lies in what is kept."""
     program, manifest = made(cell, seq)
     own, buffers = training(manifest, []), {b.name: b for b in program.buffers}
     kept, room = own.kept_bytes(seq, 16), own.workspace_bytes(seq)
     y, gradients = seq * 16 * 768 * 2, {"lstm": 4, "gru": 3}[cell] * 768 * (2 * 768 + 2) * 4
     assert program.dx_in is not None and buffers[program.dx_in].nbytes(seq) == y
-    assert (y + kept + gradients + room) / MIB < most
-    assert room < (0.1 if cell == "lstm" else 0.11) * kept
+    assert (y + kept + gradients + room) / MIB < most and room < (0.1 if cell == "lstm" else 0.11) * kept
     apart = sum(b.nbytes(seq) for n in program.entries[BACKWARD].takes if (b := buffers[n]).role == WORKSPACE)
     assert room < apart < 1.6 * room  # a caller's memory stays as it is
 
 
 def test_whose_memory_is_written():
-    """What is kept, where that is the layer's; else a workspace."""
     _, manifest = made("lstm", 512, hidden=256)
     calls: list[Any] = []
     own, arrays = training(manifest, calls), arrays_of(np.empty(1), "x")
-    size = own.kept_bytes(512, 16)
-    takes = manifest.entries[BACKWARD]
-    found = []
-    callers = HostMemory(size)
+    size, takes = own.kept_bytes(512, 16), manifest.entries[BACKWARD]
+    found, callers = [], HostMemory(size)
     for memory in (HostMemory(size), GivenMemory(callers, callers.pointer, size)):
         kept = Kept(own._caller, arrays, (np.empty(0), 0), (None, 0), [(None, 0)] * 2, {}, memory, 512, 16, 16)
         own.backward(kept, (None, 0), [(None, 0)] * 2, (None, 0), [(None, 0)] * 2,
@@ -171,12 +159,10 @@ TYPES = sorted(programs.SERVED["cuda"])
 
 
 def widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """What a parameter of this data type is in float32."""
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values.astype(np.float32)
 
 
 def tables_of_launches(library: Any, parameters: dict[str, np.ndarray], to: dict[Packing, int]) -> list[list[bytes]]:
-    """Of each launch that packs all buffers its works, jobs, sources, places, and the numbers of its parameters."""
     said = [Parameter(n, n, (v.shape[0] * v.shape[1], *v.shape[2:]), len(v)) for n, v in parameters.items()]
     parts: list[bytes] = []
     take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(
@@ -218,7 +204,6 @@ def test_any_packing(library: Any, case: tuple[Packing, dict[str, np.ndarray]], 
 
 
 def check_layer(library: Any, task: Task, schedule: str) -> dict[str, Packing]:
-    """The packings of a training module, whose weights are drawn."""
     program, rng = training_program(all_schedules()[schedule], task), np.random.default_rng(0)
     cases = {b.name: b.packing for b in program.buffers if b.role == programs.PACKED and b.packing is not None}
     check(library, cases, {name: rng.normal(size=shape if len(shape) > 1 else (1, *shape)).astype(np.float32)
@@ -232,13 +217,10 @@ def check_layer(library: Any, task: Task, schedule: str) -> dict[str, Packing]:
     ("lstm(projection)", "persistent", "bfloat16"), ("indrnn", "elementwise", "float16"),
     ("slstm", "persistent", "float32")])
 def test_what_training_modules_pack(library: Any, cell: str, schedule: str, dtype: str):
-    """Whole tiles and parts of them, also of weights that are transposed, in pieces."""
-    task = task_of(cell, (5, 3, 13, 40), dtype, TINY, Traversal(keep="states"))
-    assert len(check_layer(library, task, schedule)) > 2
+    assert len(check_layer(library, task_of(cell, (5, 3, 13, 40), dtype, TINY, Traversal(keep="states")), schedule)) > 2
 
 
 def test_matrices_of_several_numbers_of_rows(library: Any):
-    """Narrow ones of x beside whole ones, in one packing."""
     cell, rng = NarrowInput(18, whole=True), np.random.default_rng(0)
     task = Task(Workload(cell.name, 40, 13, 3, 5, "float16"), analyse(cell, 13, 40), TINY, Traversal(keep="states"))
     cases = check_layer(library, task, "persistent")
@@ -271,11 +253,9 @@ def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(tmp_path: Path, mon
     cell, schedule = get("gru"), all_schedules()["persistent"]
     workload = Workload(cell.identity(), 40, 24, 3, 5, "bfloat16")
     task = make_task(cell, workload, resolve("sm_90a"), Traversal(keep="states"))
-    config = schedule.default(task)
-    manifest = make_manifest(cell, task, schedule, config, training_program(schedule, task), "")
+    manifest = make_manifest(cell, task, schedule, schedule.default(task), training_program(schedule, task), "")
     gpu = FakeGPU(manifest, tmp_path, emulated.pack)
     packings = {b.name: b.packing for b in manifest.buffers if b.packing is not None}
-
     def bits(one: Caller) -> dict[str, bytes]:
         """The bytes that are packed: what lies behind them, up to the next 256, nobody writes."""
         sizes = {name: int(np.prod(packed.split)) * ITEMSIZE[packed.dtype] for name, packed in packings.items()}

@@ -1,7 +1,4 @@
-"""What is computed of x for all steps: its layout in 16 bits, and who has the choice; the projection that makes it on
-wgmma, emulated, and what the compiler makes of it for the GPU; how blocks share the tiles of the one on mma."""
-
-from __future__ import annotations
+"""What is computed of x for all steps: its layout in 16 bits, and the projection that makes it, emulated."""
 
 from collections import Counter
 
@@ -31,7 +28,6 @@ HOPPER = KNOWN["sm_90a"]
 
 
 def places(layout: Hoisted, units: int) -> dict[tuple[int, int], int]:
-    """(unit of a row, output) -> bytes before its value, as so many units at a time are loaded and stored."""
     words = [(p.base * 2 + i * 4, p.apart * 2) for p in layout.pieces(units) for i in range(p.words)]
     return {(unit + e, q): words[k][0] + unit * words[k][1] + 2 * upper for unit in range(0, layout.units, units)
             for e, own in enumerate(layout.order(units)) for q, (k, upper) in enumerate(own)}
@@ -63,8 +59,7 @@ def test_a_quad_of_the_projection_fills_sectors(outputs, bytes):
 
 
 def test_one_unit_a_thread_needs_an_even_number_of_values():
-    schedule = Elementwise()
-    task = task_of("highway", (5, 3, 7, 8), "float16")
+    schedule, task = Elementwise(), task_of("highway", (5, 3, 7, 8), "float16")
     config = {**schedule.default(task), "hoisted": "same"}
     assert "odd" in str(schedule.check(task, {**config, "units": 1}))
     assert schedule.check(task, {**config, "units": 2}) is None
@@ -92,7 +87,6 @@ def test_who_has_the_choice(schedule, cell):
     def values(name, dtype):
         task = task_of(name, (9, 4, 8, 16), dtype, HOPPER)
         return next(k for k in schedule().knobs(task) if k.name == "hoisted").values
-
     assert values(cell, "float16") == values(cell, "bfloat16") == ("float32", "same")
     assert values(cell, "float32") == values(cell, "tf32") == ("float32",)
     assert schedule is not Elementwise or values("decay", "float16") == ("float32",)  # nothing is hoisted
@@ -123,12 +117,9 @@ def test_default_without_a_recurrent_product():
 
 
 def test_memory_counts_where_rows_are_many():
-    """LSTM 256 B=512 took 4.0 µs by `persistent` and 3.3 by `persistent_wide`; 2.57 and 2.65 were expected with nothing
-    for the values of all rows. In clusters of `persistent_block`, of 18 rows, it took 3.0."""
+    """LSTM 256 B=512 took 4.0 µs by `persistent`, 3.3 by `persistent_wide`; 2.57 and 2.65 were expected."""
     def rank(name: str, batch: int) -> float:
-        schedule = all_schedules()[name]
-        return schedule.rank(task_of("lstm", (300, batch, 256, 256), "float16", KNOWN["sm_90a"])) / 1000
-
+        return all_schedules()[name].rank(task_of("lstm", (300, batch, 256, 256), "float16", KNOWN["sm_90a"])) / 1000
     assert unhidden(task_of("lstm", (300, 64, 256, 256), "float16", KNOWN["sm_90a"]), 1_000, 0.33) < 10
     block, wide, state = (rank(name, 512) for name in ("persistent_block", "persistent_wide", "persistent"))
     assert block < wide and 0.9 < block / 3.0 < 1.1 and 0.9 < wide / 3.3 < 1.1 and 0.9 < state / 4.0 < 1.1
@@ -166,7 +157,6 @@ CASES = [
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Tiles as of longer calls, though these have few steps."""
     monkeypatch.setattr(rates, "SHORT", 0)
 
 
@@ -195,27 +185,22 @@ def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype, hoisted):
 @pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
-    """Copies that come before the stage is free, and halves of the rows in step, show here."""
     monkeypatch.setattr(kernel, "LAG", lag)
     made = task("lstm", (9, 16, 520, 40), "bfloat16", 2)
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
 
 
 def test_what_it_does_not_serve():
-    """These keep the kernel of ``schedules/gemm/rows_mma.py``."""
     def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):
         return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
-
     assert serves() and serves(dtype="float16") and serves(sizes=(40, 3, 8, 1))
     assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(40, 3, 61, 40), dtype="tf32")
     assert serves(sizes=(40, 3, 2, 40)) and not serves(sizes=(40, 3, 61, 40))  # rows of whole words
-    assert not serves(device=KNOWN["sm_80"])
-    assert not serves(device=replace(HOPPER, shared=64 << 10))
+    assert not serves(device=KNOWN["sm_80"]) and not serves(device=replace(HOPPER, shared=64 << 10))
     assert not serves(cell="echo")  # no input product
 
 
 def test_a_part_of_the_rows_ahead_keeps_one_packing():
-    """Workers beside the recurrence read the weights as the other kernel does."""
     made = task("lstm", (40, 7, 24, 40), "bfloat16", 6)
     ahead = [next(b.packing for b in project(made, ahead=a).buffers if b.name == "input_weights") for a in (100, 50, 0)]
     assert ahead[0] != ahead[1] == ahead[2]

@@ -1,7 +1,5 @@
 """The persistent kernel, emulated on a CPU: every way in which a layer can be cut; statistics of hidden units."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, known_by_name, task_of
-from limits import relative
+from exact import relative
 from msgspec.structs import replace
 from step_cells import Shared, Thrice
 
@@ -103,12 +101,10 @@ STATISTICS: list[Case] = [
 
 
 def some_slow(cases: list[Case], quick: int, *more: Any) -> list[Any]:
-    """The cases, those behind the first ``quick`` ones among the slow tests."""
     return [pytest.param(*case, *more, marks=[pytest.mark.slow] * (n >= quick)) for n, case in enumerate(cases)]
 
 
 def cut(task: Task, **change: Any) -> dict[str, Any]:
-    """A configuration with as many gate warps as make full fours of warps, or have work."""
     config = {**CUT, **change}
     rows = -(-task.workload.batch // config["groups"])
     busy = -(-config["units"] * rows // 32)
@@ -126,7 +122,6 @@ def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal, lazy):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
-    """As large kernels have them."""
     monkeypatch.setattr(nvcc, "COSTLY", 1)
     monkeypatch.setattr(nvcc, "EACH", 1)
     task = task_of("lstm", (5, 9, 24, 40), dtype, SMALL)
@@ -138,7 +133,6 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
 
 @pytest.mark.parametrize(("reverse", "seed"), [(False, 0), (True, 1), (False, 4), (True, 3)])
 def test_columns_of_random_lengths(tmp_path, reverse, seed):
-    """Laid as a user does, in two groups of columns."""
     lengths = np.random.default_rng(seed).integers(1, 12, 31)
     columns = Columns.of(lengths, 11, 6)
     assert columns.wrapped.size and len(columns.table) < len(Columns.of(lengths, 11).table)
@@ -159,13 +153,11 @@ def test_no_projection_beside_a_recurrence_that_goes_backwards():
 
 
 def test_each_direction_has_a_default_of_its_own():
-    """The same schedule object answers for both, whichever is asked first."""
     schedule = Persistent()
     for reverse in (False, True, False):
         task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Traversal(reverse, 2))
         config = schedule.default(task)
-        assert schedule.check(task, config) is None
-        assert (config["ahead"] == 100) == reverse
+        assert schedule.check(task, config) is None and (config["ahead"] == 100) == reverse
 
 
 def test_polls_in_parts_where_registers_are_short(tmp_path):
@@ -191,7 +183,6 @@ STREAMED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], int, l
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED, ids=str)
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,
                                                      expected, arch):
-    """By bulk copies into rings, or without those straight into registers."""
     monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
     task = task_of(cell, sizes, dtype, replace(KNOWN[arch], cores=6, shared=kilobytes << 10))
     config = cut(task, **change)
@@ -267,7 +258,6 @@ CLUSTER_STATISTICS: list[Case] = [
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), [
     *CLUSTERS, *some_slow(CLUSTER_STATISTICS, 3)], ids=str)
 def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
-    """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     config = cut(task, **CLUSTER, **change)
     program = Persistent().program(task, Persistent().plan(task, config))
@@ -279,13 +269,10 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, tra
 
 def test_what_clusters_cannot_do_is_refused():
     task, schedule = task_of("lstm", (40, 16, 24, 320), "float16", KNOWN["sm_90a"]), Persistent()
-
     def reason(**change: Any) -> str:
         change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
         return schedule.check(task, cut(task, **{**CLUSTER, **change})) or ""
-
-    assert not reason() and not reason(groups=6, units=20)
-    assert "20 blocks in a cluster" in reason(units=16)
+    assert not reason() and not reason(groups=6, units=20) and "20 blocks in a cluster" in reason(units=16)
     small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
     assert "1 blocks" in (schedule.check(small, cut(small, **CLUSTER, warps=1)) or "")
     assert "8 clusters of 16 blocks, of which 7 are on the chip" in reason(groups=8, units=20)
@@ -345,8 +332,7 @@ def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     x[1, 1], resets[3, 1] = np.nan, True
     run = emulated(task, tmp_path).run
     y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
-    assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
-    assert relative(y[3:], wanted[3:]) < 1e-5
+    assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all() and relative(y[3:], wanted[3:]) < 1e-5
 
 
 def test_rows_of_any_size_before_a_row_begins(tmp_path):
@@ -383,16 +369,14 @@ def test_a_line_of_sums_has_one_writer_and_a_store_of_a_warp_fills_sectors(cell,
 
 
 def test_the_recurrence_normalizes_what_is_rounded_once():
-    """The pass over W x only makes sums; 16 bits are the default where their bytes are worth the error, and never where
-    normalized values would be rounded a second time."""
+    """16 bits are the default where their bytes are worth the error, and never where values would be rounded again."""
     schedule, task = Persistent(), task_of(NORM, (256, 16, 1024, 1024), "float16", KNOWN["sm_90a"])
     config = schedule.default(task)
     assert config["hoisted"] == "same"
     kernels = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[0]
     assert set(kernels["normalize"].arguments) == {"hoisted", "row_sums", "T", "B"}
     assert "row_sums" in kernels["persistent"].arguments
-    small = task_of(NORM, (256, 16, 256, 256), "float16", KNOWN["sm_90a"])
-    assert schedule.default(small)["hoisted"] == "float32"
+    assert schedule.default(task_of(NORM, (256, 16, 256, 256), "float16", KNOWN["sm_90a"]))["hoisted"] == "float32"
     assert all_schedules()["layout_transform"].default(task)["hoisted"] == "float32"
 
 

@@ -1,7 +1,4 @@
-"""The wide persistent kernel, emulated on the CPU, against float64: every way in which a layer can be cut, or the
-recurrence of its adjoint."""
-
-from __future__ import annotations
+"""The wide persistent kernel, emulated, against float64: every way in which a layer, or its adjoint, can be cut."""
 
 from functools import partial
 from typing import Any
@@ -53,7 +50,6 @@ def backward_config(**change: Any) -> dict[str, Any]:
 
 
 def config_for(schedule: Schedule, task: Task, **change: Any) -> dict[str, Any]:
-    """With these knobs: of a persistent schedule in a few blocks, of others the default's."""
     if schedule.name == "persistent":
         return cut(task, **change)
     return config_of(**change) if schedule.name == "persistent_wide" else {**schedule.default(task), **change}
@@ -133,11 +129,9 @@ def test_more_chunks_than_stages_over_many_steps(tmp_path, backward, registers, 
     cell, sizes = ("lstm", (7, 9, 8, 130)) if backward else ("rnn_tanh", (9, 9, 8, 600))
     config = backward_config(units=136, row_teams=2, parts=2, registers=50) if backward else config_of(
         units=104, registers=registers)
-
     def layer_and_plan(device):
         layer = task_of(cell, sizes, "float16", device)
         return layer, PersistentWide().plan(recurrence_of(layer) if backward else layer, config)
-
     plan = layer_and_plan(SMALL)[1]
     room = plan.shared - (3 if backward else 4) * (plan.stage_bytes + 16)
     layer, plan = layer_and_plan(replace(SMALL, shared=room))
@@ -199,21 +193,16 @@ def test_the_default_of_small_layers(tmp_path, check, task_for):
 
 
 def test_what_does_not_fit_is_refused():
-    schedule = PersistentWide()
-    task = task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
-
+    schedule, task = PersistentWide(), task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
     def reason(**change: Any) -> str:
         return schedule.check(task, config_of(**{"registers": 50, **change})) or ""
-
-    assert not reason()
-    assert "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
+    assert not reason() and "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
     assert "registers" in (schedule.check(task, config_of(registers=100)) or "")
     assert "shared memory" in (schedule.check(task, config_of(registers=0)) or "")
     assert "items" in (schedule.check(task_of("lstm", (4, 250, 64, 64), "float16", HOPPER), config_of()) or "")
     assert "columns" in (schedule.check(task_of("rnn_tanh", (4, 257, 64, 64), "float16", HOPPER),
                                         config_of(units=8)) or "")
-    assert "share K" in reason(units=32, parts=2)
-    assert "1 tiles" in reason(row_teams=2)
+    assert "share K" in reason(units=32, parts=2) and "1 tiles" in reason(row_teams=2)
     assert "too few" in (schedule.check(task_of("lstm", (4, 8, 64, 160), "float16", HOPPER),
                                         config_of(units=18, row_teams=2, parts=4)) or "")
     assert "chunks" in (schedule.check(task_of("lstm", (4, 8, 64, 2112), "float16", HOPPER),
@@ -223,7 +212,6 @@ def test_what_does_not_fit_is_refused():
 def test_what_it_does_not_serve():
     def reason(cell="lstm", sizes=(4, 64, 64, 1024), dtype="float16", device=HOPPER, of=lambda layer: layer) -> str:
         return PersistentWide().serves(of(task_of(cell, sizes, dtype, device))) or ""
-
     assert not reason() and not reason(dtype="bfloat16") and not reason(sizes=(1, 1, 1, 1))
     assert "16-bit" in reason(dtype="float32") and "sm_90a" in reason(device=KNOWN["sm_80"])
     assert "one recurrent product" in reason("gru_reset_before") and "one recurrent product" in reason("pair")
@@ -245,9 +233,7 @@ def test_it_is_chosen_where_it_is_expected_to_be_faster():
     """Without a record: small batches stay with ``persistent``."""
     def first(batch: int, hidden: int) -> str:
         return serving_or_raise(task_of("lstm", (100, batch, 64, hidden), "float16", HOPPER))[0].name
-
-    assert first(16, 768) == "persistent"
-    assert first(64, 2048) == "persistent_wide"
+    assert first(16, 768) == "persistent" and first(64, 2048) == "persistent_wide"
 
 
 @pytest.mark.parametrize("name", [n for n, of in SANITIZED.items() if "cores" in of or "shared" in of])

@@ -1,7 +1,4 @@
-"""Types of factors on a GPU: recurrent weights in 8 bits, emulated, against float64 with weights that are rounded
-alike; TF32 products, who may ask for them, what is generated, and how far off they are."""
-
-from __future__ import annotations
+"""Recurrent weights in 8 bits, emulated, against float64 with weights that are rounded alike; TF32 products."""
 
 import copy
 import re
@@ -12,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, in_integers, rounded_weights, task_of
-from exact import in_float64
-from limits import relative
+from exact import in_float64, relative
 from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
 
@@ -58,7 +54,6 @@ def test_matches_float64_with_weights_rounded_alike(tmp_path, cell, sizes, dtype
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, arch):
-    """As copies into rings, or straight into registers."""
     monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
     device = replace(KNOWN[arch], cores=6, shared=5 << 10)
     task, whole = (task_of("echo", (5, 3, 0, 150), kind, device) for kind in ("float16, int8", "float16"))
@@ -81,7 +76,6 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_integer_is_what_it_stands_for(tmp_path, dtype):
-    """A row with each of -127 to 127, whose products with one unit's state are the weights themselves."""
     task = task_of("echo", (1, 1, 0, 256), f"{dtype}, int8", replace(SMALL, cores=32))
     x, states, parameters = inputs("echo", (1, 1, task.workload.input, 256), dtype, task.graph.parameters,
                                    tuple(task.graph.states))
@@ -170,7 +164,6 @@ def test_what_is_said_of_them():
     ("lstm", 512, 8, "float16"), ("gru", 768, 20, "bfloat16"), ("rnn_tanh", 1024, 3, "float16"),
     ("gru_reset_before", 256, 9, "bfloat16"), ("lstm", 3072, 8, "float16")])
 def test_on_a_gpu(cell, hidden, batch, dtype):
-    """Weights packed by the host, and on the GPU, against float64 with weights that are rounded alike."""
     import torch
 
     steps, kind = 12, getattr(torch, dtype)
@@ -181,13 +174,11 @@ def test_on_a_gpu(cell, hidden, batch, dtype):
     y, _ = module.bind(given)(x.cuda())
     there, _ = module.bind({n: w.cuda() for n, w in given.items()})(x.cuda())
     assert torch.equal(y, there)
-    exact = {n: w.double().numpy() for n, w in given.items()}
-    name = "weight_hh_l0"
+    exact, name = {n: w.double().numpy() for n, w in given.items()}, "weight_hh_l0"
     unrounded, wanted = (ecornn.reference(cell, x.double().numpy(), weights)[0]
                          for weights in (exact, exact | {name: in_integers(exact[name])}))
     found = y.double().cpu().numpy()
-    assert relative(found, wanted) < {"float16": 6e-4, "bfloat16": 5e-3}[dtype]
-    assert relative(found, unrounded) < 1e-2
+    assert relative(found, wanted) < {"float16": 6e-4, "bfloat16": 5e-3}[dtype] and relative(found, unrounded) < 1e-2
 
 
 def test_only_float32_on_a_gpu_has_a_choice_and_exact_is_the_default():
@@ -235,10 +226,8 @@ def test_no_worse_than_twice_the_library(cell, schedule):
     allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, True
     try:
         with torch.no_grad():
-            theirs = library(x)[0].double()
-            exact = copy.deepcopy(library).double()(x.double())[0]
+            theirs, exact = library(x)[0].double(), copy.deepcopy(library).double()(x.double())[0]
     finally:
         torch.backends.cudnn.allow_tf32 = allowed
-    ours = layer(x)[0].double()
-    error, limit = ((y - exact).norm() / exact.norm() for y in (ours, theirs))
+    error, limit = ((y - exact).norm() / exact.norm() for y in (layer(x)[0].double(), theirs))
     assert limit > 1e-5 and error <= 2 * limit

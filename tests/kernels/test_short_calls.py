@@ -1,7 +1,4 @@
-"""Calls of a few steps: launches that begin early, by `persistent` in these and by `persistent_block` in all; narrow
-projections; by `whole_step` each step one launch, states in place, and what is chosen."""
-
-from __future__ import annotations
+"""Calls of a few steps: launches that begin early, narrow projections, `whole_step`, and what is chosen."""
 
 import re
 from dataclasses import replace as changed
@@ -40,8 +37,6 @@ def replaced(task: Task, steps: int) -> Task:
 
 
 class InAnotherOrder(Persistent):
-    """``start`` as early as it may come: all of it before the projection."""
-
     def program(self, task: Task, plan: Any) -> Program:
         program = super().program(task, plan)
         (name, entry), = program.entries.items()
@@ -51,8 +46,6 @@ class InAnotherOrder(Persistent):
 
 
 class ForFewSteps(Persistent):
-    """Programs of any task as if it were of a short call."""
-
     def program(self, task: Task, plan: Any) -> Program:
         return super().program(replaced(task, SHORT), plan)
 
@@ -64,7 +57,6 @@ def program_of(schedule: Schedule, task: Task, config: Config | None = None) -> 
 
 
 def texts(schedule: Schedule, task: Task, config: Config | None = None) -> tuple[list[str], dict[str, str]]:
-    """The functions whose launches are early, and the texts of kernels by name."""
     program = program_of(schedule, task, config)
     source = lower(program, task.device.arch)[1]
     parts = re.split(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)_kernel', source)
@@ -73,7 +65,6 @@ def texts(schedule: Schedule, task: Task, config: Config | None = None) -> tuple
 
 
 def buffers(text: str) -> set[str]:
-    """Those whose memory a piece of a kernel touches."""
     return set(re.findall(r"\b(\w+)_ptr\[", text)) & {
         "hoisted", "vectors", "h_in", "c_in", "h_out", "c_out", "recurrent_0", "exchange_0", "y"}
 
@@ -107,8 +98,7 @@ def test_launches_begin_early_and_wait(dtype: str):
 def test_others_do_not(cell, steps, device, change, traversal):
     task = task_of(cell, (steps, 3, 24, 40), "float16", replace(KNOWN[device], cores=6), traversal)
     early, kernels = texts(Persistent(), task, cut(task, **change))
-    assert "persistent" in kernels and not early
-    assert not any("griddepcontrol" in text for text in kernels.values())
+    assert "persistent" in kernels and not early and not any("griddepcontrol" in text for text in kernels.values())
 
 
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", "float32"), ("gru", "float16")])
@@ -130,8 +120,7 @@ def test_clusters_of_blocks_wait_for_whole_multiprocessors():
         config = {"products": "mma", "rows": 8, "units": 1, "lanes": 1, "cluster": cluster, "resident": 1,
                   "registers": 100, "hoisted": "same", "math": "fast"}
         early, kernels = texts(schedule, task, config)
-        assert early == wanted
-        assert any("griddepcontrol" in text for text in kernels.values()) is bool(early)
+        assert early == wanted and any("griddepcontrol" in text for text in kernels.values()) is bool(early)
 
 
 @pytest.mark.parametrize(("schedule", "steps", "dtype", "traversal"), [
@@ -140,7 +129,6 @@ def test_clusters_of_blocks_wait_for_whole_multiprocessors():
     (ForFewSteps(), SHORT + 9, "bfloat16", Traversal(sequences=True)),
 ], ids=["before the projection", "masked", "more steps"])
 def test_numbers(tmp_path: Path, schedule: Persistent, steps: int, dtype: str, traversal: Traversal):
-    """Whatever comes first of what may, and for any number of steps."""
     task = task_of("lstm", (steps, 9, 24, 40), dtype, SMALL, traversal)
     check_numbers(tmp_path, schedule, task, cut(task, groups=2, units=24))
 
@@ -247,7 +235,6 @@ def test_what_it_does_not_serve(cell: str, traversal: Traversal, reason: str):
 
 
 def test_what_is_chosen_for_how_many_steps():
-    """By the estimate, beside records of long sequences and without any; never for long ones."""
     for hidden in (1024, 333):
         sizes = {"hidden": hidden, "batch": 16, "dtype": "float16", "target": "sm_90a"}
         few, many = (plan("lstm", seq=seq, **sizes).found for seq in (1, 300))
@@ -256,8 +243,7 @@ def test_what_is_chosen_for_how_many_steps():
     assert "of which record h100" in plan("lstm", seq=1, hidden=1024, batch=16, dtype="float16",
                                           target="sm_90a").found.provenance
     task = task_of("lstm", (FEW + 1, 4, 16, 16), "float32", KNOWN["sm_90a"])
-    assert "8 steps at most" in str(WHOLE.serves(task))
-    assert WHOLE.serves(replaced(task, FEW)) is None
+    assert "8 steps at most" in str(WHOLE.serves(task)) and WHOLE.serves(replaced(task, FEW)) is None
 
 
 @pytest.mark.parametrize(("cell", "hidden", "dtype"), [("lstm", 16, "float32"), ("gru", 64, "float16")])

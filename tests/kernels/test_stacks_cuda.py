@@ -1,7 +1,4 @@
-"""Stacks, directions, lengths and resets on CUDA: programs of every schedule emulated, and compiled; which sequences of
-a stack are put side by side by the rates of devices, which estimates read, and why."""
-
-from __future__ import annotations
+"""Stacks, directions, lengths and resets on CUDA, emulated and compiled; which sequences go side by side, and why."""
 
 from dataclasses import replace as changed
 from pathlib import Path
@@ -13,8 +10,7 @@ import pytest
 from cuda_on_cpu import Emulated, Memory, inputs
 from cuda_sample import child
 from emulated import TINY, task_of
-from exact import ALL_CELLS, of_stack
-from limits import Wanted
+from exact import ALL_CELLS, Wanted, of_stack
 from msgspec.structs import replace
 
 from ecornn import host_gpu
@@ -48,7 +44,6 @@ def cell_of(name: str) -> Cell:
 
 def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3,
                forward: dict[str, int] | None = None, overlap: Overlap = SERIAL, **change: int) -> Program:
-    """With these knobs, those of ``forward`` only in sequences that do not go in reverse."""
     whole, made, found = Workload(cell, H, I, B, T, dtype), {}, SCHEDULES[schedule]
     for part in stack.parts(whole):
         if (part.workload, part.traversal) not in made:
@@ -99,7 +94,6 @@ WAVES = [("fused_step", "gru_reset_before", Stack(3, False, True, True), "float3
 
 @pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "width", "change"), WAVES, ids=str)
 def test_a_wavefront(tmp_path, schedule, cell, stack, dtype, width, change):
-    """With less than a chunk, a chunk and a step, and several; states and resets at the ends of chunks."""
     program = program_of(schedule, cell, stack, dtype, overlap=Overlap("wavefront", width, 3, 5), **change)
     assert sum(isinstance(call, Wave) for call in program.calls) == max(1, stack.layers // width)
     emulated = Emulated(program, tmp_path)
@@ -108,7 +102,6 @@ def test_a_wavefront(tmp_path, schedule, cell, stack, dtype, width, change):
 
 
 def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: int = T) -> None:
-    """A program for up to B rows of I elements, with units of H, against float64."""
     generator, one = np.random.default_rng(2), cell_of(cell)
     parameters, weights, states = {}, {}, {}
     for part in stack.parts(Workload(cell, H, I, B, T, dtype)):
@@ -127,8 +120,7 @@ def check_results(emulated: Emulated, cell: str, stack: Stack, dtype: str, T: in
     for b, n in enumerate(masks.get("lengths", ())):
         given[n:, b] = np.nan
     y, after = emulated.run(given, states, parameters, masks, stack.directions)
-    start = [np.stack([v for n, v in states.items() if n.removesuffix(s) != n]).astype(np.float64)
-             for s in one.states]
+    start = [np.stack([v for n, v in states.items() if n.removesuffix(s) != n]).astype(np.float64) for s in one.states]
     start = start if stack.count > 1 else [s[0] for s in start]
     exact = np.nan_to_num(given.astype(np.float64))
     wanted = Wanted(dtype, lambda forward: of_stack(cell, stack, exact, start, weights, masks, forward))
@@ -148,8 +140,6 @@ np.savez(file, **buffers)
 
 
 class Hosted(Emulated):
-    """An emulated program whose calls are made by its module."""
-
     def __init__(self, program: Program, folder: Path, driver: Path) -> None:
         super().__init__(program, folder)
         self.folder, self.driver = folder, driver
@@ -187,7 +177,6 @@ def test_modules_compute_what_they_should(tmp_path, fake, schedule, cell, stack,
     pytest.param("lstm", "float32", marks=pytest.mark.exhaustive),
     pytest.param("gru_reset_before", "bfloat16", marks=pytest.mark.exhaustive)])
 def test_persistent_stacks_compile(cell, dtype, monkeypatch):
-    """With predicates as without, and no register spilled; equal layers share their kernels."""
     stack = Stack(3, True, True, True)
     clusters = program_of("persistent", cell, stack, dtype, cores=132)
     assert sorted(clusters.functions) == sorted(f"{n}{end}" for n in ("project", "persistent") for end in ("", "_v1"))
@@ -201,8 +190,7 @@ def test_persistent_stacks_compile(cell, dtype, monkeypatch):
     beside = program_of("persistent", cell, stack, dtype, cores=132, ahead=100, forward={"ahead": 50})
     assert sum(name.startswith("persistent") for name in beside.functions) == 3
     for program in (before, beside, clusters):
-        made = generate(program, KNOWN["sm_90a"])
-        assert all(found["spill_stores"] == 0 for found in made.resources.values())
+        assert all(found["spill_stores"] == 0 for found in generate(program, KNOWN["sm_90a"]).resources.values())
 
 
 def planned(**options: Any) -> Any:
@@ -267,8 +255,7 @@ def test_a_chunk_has_room(chunks, least):
 
 def test_what_is_asked_for():
     for overlap, kind in (("none", "none"), ("directions", "directions"), ("auto", "none")):
-        found = planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap)
-        assert found.overlap.kind == kind
+        assert planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap).overlap.kind == kind
     assert "directions side by side: as asked for" in planned(bidirectional=True, overlap="directions").found.provenance
 
 
@@ -280,8 +267,7 @@ def test_what_is_asked_for():
     ({"overlap": "wavefront", "layers": 2, "target": "cpu", "dtype": "float32"}, "on a CPU"),
     ({"overlap": "directions"}, "expected auto or none without bidirectional=True"),
     ({"overlap": "directions", "layers": 2}, "bidirectional=True"),
-    ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU"),
-])
+    ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU")])
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str):
     with pytest.raises(ArgumentError, match=words):
         planned(**options)
@@ -347,16 +333,12 @@ def test_rows():
 
 @pytest.mark.parametrize(("cell", "sizes", "schedules"), [
     ("lstm", (50, 16, 256, 256), ("persistent", "persistent_wide", "layout_transform", "fused_step")),
-    ("lstm", (50, 16, 64, 64), ("persistent_block",)),
-    ("indrnn", (50, 16, 256, 256), ("elementwise",))])
+    ("lstm", (50, 16, 64, 64), ("persistent_block",)), ("indrnn", (50, 16, 256, 256), ("elementwise",))])
 def test_estimates_read_the_row(monkeypatch, cell, sizes, schedules):
-    """Each estimate is larger where rates are halved and times are doubled."""
     task = task_of(cell, sizes, "float16", KNOWN["sm_90a"])
     configs = {one: one.default(task) for one in map(SCHEDULES.__getitem__, schedules)}
-
     def estimates() -> list[float]:
         return [one.features(task, one.plan(task, config))["estimate"] for one, config in configs.items()]
-
     fast = estimates()
     times = ("launch", "tensor_launch", "l2_exchange", "cluster_exchange", "l2_counted", "memory_latency")
     slower = changed(H100, **{name: 2 * getattr(H100, name) for name in times}, memory=H100.memory / 2,

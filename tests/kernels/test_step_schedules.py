@@ -1,11 +1,12 @@
-"""The schedules of one launch a step, and that of cells without recurrent products: their programs, limits, and
-results, emulated on the CPU."""
-
-from __future__ import annotations
+"""Schedules of one launch a step, and of cells without recurrent products, emulated; no kernel for Hopper spills."""
 
 import random
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,25 @@ from emulated import SHAPES, check_numbers, task_of
 from exact import ALL_CELLS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_backward_assembled import memory_of
+from test_backward_recurrence_emulated import check_asked, recurrence_of
 
 import ecornn
 from ecornn.analysis.liveness import carried
 from ecornn.build.cuda import lower
-from ecornn.build.nvcc import compile_cubin
+from ecornn.build.nvcc import compile_cubin, find_nvcc, parse_resources
 from ecornn.dtypes import SERVED
 from ecornn.numpy_reference import STEPS
+from ecornn.program import WORKSPACE, Buffer, Extent, Program
 from ecornn.schedules import all_schedules
+from ecornn.schedules.assemble import shared_buffers
+from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.elementwise import Elementwise
+from ecornn.schedules.gemm.projection import project
+from ecornn.schedules.gemm.wgmma_mainloop import THREADS
+from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
@@ -104,7 +114,6 @@ def test_other_configurations(tmp_path, schedule, cell, dtype, batch, knobs, laz
 @example("gru", "float16", "sm_90a", 32, 2048)
 @example("rnn_tanh", "float16", "sm_90a", 1, 64)
 def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int):
-    """Of every schedule that serves the layer; and the cost model is told numbers."""
     task = task_of(cell, (8, batch, hidden, hidden), dtype, KNOWN[arch])
     reasons = {name: found.serves(task) for name, found in all_schedules().items() if found.kind == "cuda"}
     assert reasons["fused_step"] is None and (reasons["elementwise"] is None) == (cell in step_cells.NO_PRODUCT)
@@ -125,7 +134,6 @@ def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int)
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_programs_agree_with_their_buffers(schedule: str):
-    """Configurations picked at random: packings fill their buffers, and every call can be generated."""
     rng, found = random.Random(7), SCHEDULES[schedule]
     for cell in ("lstm", "gru_reset_before", "pair"):
         task = task_of(cell, (4, 50, 40, 200), "float16", KNOWN["sm_80"])
@@ -186,15 +194,12 @@ def test_every_schedule_of_a_gpu_estimates_times(name):
 
 
 def test_the_estimate_of_the_fallback_knows_what_is_slow():
-    """Fewer threads than there could be, and more barriers."""
     task, schedule = task_of("lstm", (100, 16, 1024, 1024), "float32", KNOWN["sm_90a"]), FusedStep()
     default = schedule.default(task)
-
     def estimate(**change: object) -> float:
         config = {**default, **change}
         assert schedule.check(task, config) is None
         return schedule.features(task, schedule.plan(task, config))["estimate"]
-
     assert estimate() < min(estimate(depth=16), estimate(split=1), estimate(groups=1, thread_rows=1))
 
 
@@ -241,7 +246,6 @@ def test_it_is_chosen_for_such_cells_and_for_no_other():
 
 
 def resources(task: Task, schedule: Schedule, config: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, int]]]:
-    """The name, threads and resources of each kernel that is not of the projection: none spills, a block can start."""
     assert schedule.check(task, config) is None
     kernels, source = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")
     found = compile_cubin(source, "sm_90a")[1]
@@ -255,7 +259,6 @@ def resources(task: Task, schedule: Schedule, config: dict[str, Any]) -> Iterato
     ("layout_transform", "lstm", 64, 1024, "float16"), ("layout_transform", "gru", 256, 1024, "float32"),
     ("fused_step", "lstm", 20, 800, "bfloat16")])
 def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dtype: str):
-    """Of the step kernels, no more are used than check() counted with."""
     task, found = task_of(cell, (100, batch, hidden, hidden), dtype, KNOWN["sm_90a"]), SCHEDULES[schedule]
     config = found.default(task)
     made = [*resources(task, found, config)]
@@ -268,7 +271,6 @@ def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dt
     pytest.param("indrnn", "bfloat16", ALONE, marks=pytest.mark.exhaustive),
     pytest.param("highway", "float32", Traversal(True, 2, True, True), marks=pytest.mark.exhaustive)], ids=str)
 def test_registers_of_elementwise_suffice(cell: str, dtype: str, traversal: Traversal):
-    """In the largest unrolled codes, too."""
     task = task_of(cell, (300, 20, 800, 800), dtype, KNOWN["sm_90a"], traversal)
     for change in ({}, {"units": 4, "group": 4}, {"units": 2, "group": 16, "prefetch": 16}):
         config = {**SCHEDULE.default(task), **change}
@@ -280,3 +282,63 @@ def test_a_cell_of_a_user_compiles():
     module = ecornn.compile(step_cells.Highway(), hidden=24, batch=3, dtype="bfloat16", target="sm_90a", layers=2,
                             bidirectional=True, lengths=True)
     assert module.manifest.schedule == "elementwise"
+
+
+HOPPER = KNOWN["sm_90a"]
+NVCC = find_nvcc()
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is optional, and this reads what its ptxas says")
+
+
+def resources_without_spills(source: str, kernel: str = "") -> dict[str, dict[str, int]]:
+    """Of that kernel or all: no spills, wgmma serialized or setmaxnreg ignored, which cost most of the speed."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
+        given.write_text(source)
+        command = [str(NVCC), "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin", "-Xptxas=-v",
+                   "-diag-suppress=177", str(given), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert made.read_bytes()[:4] == b"\x7fELF"
+    log = done.stdout + done.stderr
+    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
+    found = {name: used for name, used in parse_resources(log).items() if kernel in ("", name)}
+    assert found and all(used["spill_stores"] == used["stack"] == 0 for used in found.values()), found
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 800), ("bfloat16", 803), ("float32", 800)])
+def test_gradients_of_weights(dtype, width):
+    memory = memory_of("lstm", (300, 20, width, width), dtype, device=HOPPER)
+    part = weight_gradients(memory, memory.leaves() | memory.outputs(), add=True)
+    names = ("x", "before_h", "outputs", "d_weight_ih", "d_weight_hh")
+    others = tuple(Buffer(n, WORKSPACE, dtype if n[:2] != "d_" else "float32", Extent(1)) for n in names)
+    source = lower(Program.running(dict(part.functions), (*part.buffers, *others), part.calls), "sm_90a")[1]
+    assert ("wgmma" in source) == (width % 2 == 0 and dtype == "bfloat16") and resources_without_spills(source)
+
+
+@pytest.mark.parametrize(("cell", "hidden", "input", "dtype", "wide"), [
+    ("lstm", 768, 768, "bfloat16", True), ("gru", 800, 800, "bfloat16", True),
+    ("rnn_tanh", 2048, 2048, "bfloat16", True), ("lstm", 767, 3000, "bfloat16", True),
+    ("lstm", 33, 64, "bfloat16", True), ("rnn_tanh", 100, 16, "bfloat16", False), ("gru", 7, 8, "bfloat16", False),
+    ("lstm", 768, 768, "tf32", True), ("gru", 800, 803, "tf32", True)])
+def test_the_projection(cell, hidden, input, dtype, wide):
+    made = task_of(cell, (64, 16, input, hidden), dtype, HOPPER)
+    part = project(made)
+    assert part.calls[-1].threads == THREADS  # x may be copied before
+    buffers = (*shared_buffers(made, hoisted_of(made)), *part.buffers)
+    source = lower(Program.running(dict(part.functions), buffers, part.calls), "sm_90a")[1]
+    found = resources_without_spills(source, "project_kernel")["project_kernel"]
+    if wide:  # what setmaxnreg starts from is what a block of 384 threads gets; from less it would wait forever
+        assert found["registers"] == 168 and "setmaxnreg" in source
+
+
+@pytest.mark.parametrize(("cell", "batch", "hidden", "backward"), [
+    ("lstm", 64, 1024, False), ("lstm", 64, 1536, False), ("lstm", 64, 2048, False), ("gru", 32, 2048, False),
+    ("gru", 32, 2816, False), ("lstm", 64, 1024, True), ("lstm", 512, 256, True), ("gru", 64, 2048, True),
+    *(pytest.param("lstm", *sizes, True, marks=pytest.mark.exhaustive) for sizes in ((64, 2048), (256, 1024)))])
+def test_the_wide_kernel(cell, batch, hidden, backward):
+    task, schedule = task_of(cell, (100, batch, hidden, hidden), "float16", HOPPER), PersistentWide()
+    task = recurrence_of(task) if backward else task
+    plan = schedule.plan(task, check_asked(schedule, task) if backward else schedule.default(task))
+    source = lower(schedule.program(task, plan), "sm_90a")[1]
+    found = resources_without_spills(source, "persistent_wide_kernel")["persistent_wide_kernel"]
+    assert backward or found["registers"] == 65536 // plan.threads // 8 * 8

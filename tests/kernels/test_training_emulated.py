@@ -4,8 +4,6 @@ stacks; sequences in columns, each of them apart; random cells, against a tape o
     ECORNN_RANDOM=200:700 python -m pytest -s -m exhaustive tests/kernels/test_training_emulated.py -k many
 """
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace as changed
 from pathlib import Path
@@ -15,8 +13,7 @@ import numpy as np
 import pytest
 from cpu_training_sample import Call, Layer, reference
 from cuda_on_cpu import DTYPES, Emulated
-from emulated import TINY, check_numbers, task_of, training_program
-from emulated_training import check, train, train_call
+from emulated import TINY, check, check_numbers, task_of, train, train_call, training_program
 from exact import ALL_CELLS, unmarked
 from msgspec.structs import replace
 from pairwise import seeds
@@ -80,7 +77,6 @@ def test_kept_states_match_float64(tmp_path, schedule, cell, sizes, dtype, chang
 @pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step", "elementwise"])
 @pytest.mark.parametrize("cell", [*ALL_CELLS, "lstm(peepholes,clip=0.75,zoneout_h=0.25)", "gru(layer_norm)"])
 def test_every_cell_that_is_served(tmp_path, schedule, cell):
-    """With the default's configuration."""
     found = all_schedules()[schedule]
     exact = "tf32" if cell == "slstm" else "float32"  # it divides by states that are drawn near zero
     for dtype, traversal in ((exact, trains(True, 2, True, True)), ("bfloat16", trains(lengths=True, resets=True))):
@@ -95,7 +91,6 @@ def test_every_cell_that_is_served(tmp_path, schedule, cell):
     ("fused_step", "slstm", ["c", "n", "m"]), ("elementwise", "highway", ["c"]), ("persistent", "gru", []),
     ("layout_transform", "gru_reset_before", []), ("elementwise", "indrnn", [])])
 def test_what_is_added_to_a_program(schedule, cell, kept):
-    """An entry, a kernel, and buffers; ``run`` stays as it is, and is what ``forward`` does where y is all there is."""
     task, plain = (task_of(cell, (5, 16, 24, 64), "bfloat16", replace(SMALL, cores=40), traversal)
                    for traversal in (trains(resets=True), Traversal(resets=True)))
     found, config = all_schedules()[schedule], all_schedules()[schedule].default(plain)
@@ -129,10 +124,8 @@ class Step:
 
     def __init__(self, cell: str, stack: Stack, dtype: str, steps: int, rows: int = B) -> None:
         rng, self.cell = np.random.default_rng(5), cell
-
         def drawn(*shape: int, scale: float = 1.0) -> np.ndarray:
             return (rng.uniform(-scale, scale, shape)).astype(DTYPES[dtype]).astype(np.float32)
-
         self.steps, names, width = steps, get(cell).states, H * stack.directions
         self.parameters, self.weights = dict[str, Any](), dict[str, Any]()
         for part in stack.parts(Workload(cell, H, I, B, steps, dtype)):
@@ -147,7 +140,6 @@ class Step:
         self.sizes = {"y": steps * B * width, "dx": steps * B * I, "state_out": rows * H, "dstate_in": rows * H}
 
     def run(self, program: Program, folder: Path, add: bool = True) -> dict[str, np.ndarray]:
-        """What each buffer that is made holds, see :func:`~emulated_training.train`."""
         given = {b.name: self.given[b.tensor] for b in program.buffers if b.tensor in self.given}
         given |= {b.name: self.by_state[b.tensor][b.state][b.part] for b in program.buffers
                   if b.tensor in self.by_state}
@@ -155,7 +147,6 @@ class Step:
         return train(Emulated(program, folder), given, made, self.parameters, self.steps, B, add)
 
     def wanted(self, program: Program, weights: dict[str, Any], states: Any) -> dict[str, Any]:
-        """By the names of buffers: gradients of weights, and of first states."""
         found = {}
         for b in program.buffers:
             if b.tensor == "gradient":
@@ -175,7 +166,6 @@ class Step:
     pytest.param("gru", 2, "float32", SIDES, marks=pytest.mark.exhaustive), ("lstm", 2, "bfloat16", SIDES),
     pytest.param("rnn_tanh", 2, "float32", SERIAL, marks=pytest.mark.exhaustive)], ids=str)
 def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap: Overlap):
-    """The launches of both are mixed where they are side by side: what one writes the other must not use."""
     stack = Stack(layers, True, keep="states")
     program = program_of(cell, stack, dtype, overlap, T)
     for entry in (FORWARD, BACKWARD):
@@ -186,7 +176,6 @@ def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap:
 
 
 def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Side by side, each in chunks of its own."""
     in_chunks(monkeypatch)
     stack = Stack(1, True, keep="states")
     program = program_of("gru", stack, "float32", SIDES, 20)
@@ -196,7 +185,6 @@ def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def apart(name: str, call: Call, reverse: bool) -> dict[str, np.ndarray]:
-    """As :func:`reference`, each sequence by itself; zeros where there is none."""
     table, found = unmarked(call.sequences), {}
     for number in range(len(call.states[0])):
         at = np.nonzero(table == number)
@@ -247,7 +235,6 @@ def test_a_recurrence_of_large_batches(name, sizes, reverse, cut, tmp_path, monk
 
 
 def test_which_columns_may_share_a_sequence_in_both_passes(monkeypatch, tmp_path):
-    """Those that forward and backward have in one group."""
     step = LayerStep(tmp_path, "persistent", "lstm", (9, 3, 6, UNITS), "float32", Traversal(sequences=True))
     whole, schedule = step.program.together, Persistent()
     assert whole == 0 == schedule.together(step.task, schedule.plan(step.task, schedule.default(step.task)))
@@ -269,7 +256,6 @@ def test_layers_whose_adjoint_does_not_fit_are_refused(monkeypatch):
 @pytest.mark.parametrize(("cell", "overlap"), [
     ("gru", SIDES), pytest.param("lstm", SERIAL, marks=pytest.mark.exhaustive)], ids=str)
 def test_stacks(tmp_path, cell, overlap):
-    """Two layers, both ways; some sequences wrap around in all of them."""
     stack, lengths = Stack(2, True, sequences=True, keep="states"), [5, 5, 5, 5, 1]
     program = program_of(cell, stack, "float32", overlap, 7)
     columns = Columns.of(lengths, B, program.together or B)
@@ -297,13 +283,11 @@ SEEDS = seeds(range(40))
 
 
 def random_step(seed: int) -> Training:
-    """Of even seeds a step, of odd ones a layer with all that it may have."""
     return training(seed, whole=seed % 2 == 1)
 
 
 def random_program(drawn: Training, seed: int, chosen: bool) -> tuple[Program, str, str]:
-    """The program of a training step, the names of its two schedules, and an architecture, Hopper's or one before.
-    ``chosen``: as compile() chooses; else others that serve."""
+    """The program, its two schedules' names, and an architecture; ``chosen``: as compile() chooses; else others."""
     (steps, batch, width, hidden), arch = drawn.sizes, ("sm_90a", "sm_80")[seed // 2 % 2]
     device, keep = replace(KNOWN[arch], cores=3), ("gates", "states")[seed // 4 % 2]  # few blocks to emulate
     if chosen:
@@ -321,7 +305,6 @@ def random_program(drawn: Training, seed: int, chosen: bool) -> tuple[Program, s
 
 
 def wrong(drawn: Training, program: Program, folder: Path, arch: str) -> dict[str, float]:
-    """The errors that are too large, by what has them."""
     found = train_call(Emulated(program, folder, arch), drawn.cell.states, drawn.call)
     return {n: e for n, e in drawn.errors({n: found[n] for n in drawn.wanted}).items()
             if not e < (VALUES if n == "y" or n.endswith("_out") else GRADIENTS)}
@@ -339,11 +322,9 @@ def test_a_random_training_step(seed: int, chosen: bool, tmp_path: Path):
 
 @pytest.mark.parametrize(("cell", "arch"), [
     (Averages(), "sm_80"), (Projected(), "sm_80"), (Peak(), "sm_80"), (Peak("peaks"), "sm_80"),
-    (Peak("peaks"), "sm_90a"), (Peak("top"), "sm_80")],
-    ids=lambda value: getattr(value, "name", value))
+    (Peak("peaks"), "sm_90a"), (Peak("top"), "sm_80")], ids=lambda value: getattr(value, "name", value))
 def test_every_schedule_trains_them(cell: Cell, arch: str, tmp_path: Path):
-    layer = Layer(cell, 5, 19, 3, 4)
-    call = layer.arguments(4, 3)
+    call = Layer(cell, 5, 19, 3, 4).arguments(4, 3)
     drawn = Training(cell, (4, 3, 5, 19), ALONE, call, reference(cell, call, False))
     task = make_task(cell, Workload(cell.identity(), 19, 5, 3, 4, "float32"), replace(KNOWN[arch], cores=3),
                      replace(ALONE, keep="states"))
@@ -359,7 +340,6 @@ def test_every_schedule_trains_them(cell: Cell, arch: str, tmp_path: Path):
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "others"])
 def test_many_training_steps(chosen: bool):
-    """None is wrong, none ends in an error of another kind, and none is refused but for one reason."""
     faults = []
     for seed in SEEDS:
         drawn = random_step(seed)

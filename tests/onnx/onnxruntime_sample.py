@@ -1,7 +1,5 @@
 """Models for ONNX Runtime, and sessions of them before and after."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +21,7 @@ LIMIT = 1e-5  # relative, of float32
 
 def model_of(op: str, inputs: Sequence[str] = (), *, dtype: str = "float32", outputs: Sequence[bool] = (True,) * 3,
              seed: int = 0, **attributes: Any) -> Any:
-    """A model of one node named `node` with random weights, which takes of lens, h0 and c0 those of ``inputs``, whose T
-    and B are open; ``outputs``: which of Y, Y_h and Y_c it has. P where ``inputs`` has it."""
+    """A model of one node named `node` with random weights; T and B are open; ``outputs``: of Y, Y_h and Y_c."""
     both = 1 + (attributes.get("direction") == "bidirectional")
     rng, gates = np.random.default_rng(seed), GATES[op] * H
     weights = {"W": (both, gates, I), "R": (both, gates, H), "B": (both, 2 * gates), "P": (both, 3 * H)}
@@ -43,7 +40,6 @@ def model_of(op: str, inputs: Sequence[str] = (), *, dtype: str = "float32", out
 
 
 def value(name: str, kind: int = TensorProto.FLOAT, shape: Any = None) -> Any:
-    """An input or output of a graph."""
     return helper.make_tensor_value_info(name, kind, shape)
 
 
@@ -52,7 +48,6 @@ def whole(graph: Any, **more: Any) -> Any:
 
 
 def feeds_of(model: Any, seed: int = 1, rows: int = B, steps: int = T) -> dict[str, np.ndarray]:
-    """Random inputs of a model."""
     rng, sizes = np.random.default_rng(seed), {"T": steps, "B": rows}
     draws = {"i": lambda shape: rng.integers(1, steps + 1, shape), "b": lambda shape: rng.random(shape) < 0.7,
              "f": lambda shape: rng.uniform(-1, 1, shape)}
@@ -66,20 +61,17 @@ def feeds_of(model: Any, seed: int = 1, rows: int = B, steps: int = T) -> dict[s
 
 
 def session(model: Any, options: Any = None) -> Any:
-    """On the CPU, of a file or a model."""
     given = str(model) if isinstance(model, Path) else model.SerializeToString()
     return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
 def rewritten(model: Any, folder: Path, threads: int = 1, **more: Any) -> tuple[Any, Any]:
-    """What :func:`ecornn.onnxruntime.rewrite` says, for a CPU, and a session. Nothing is left alone for its time."""
     out = folder / "fast.onnx"
     made = ecornn.onnxruntime.rewrite(model, out, target="cpu", **{"measure": False, **more})
     return made, session(out, ecornn.onnxruntime.session_options(out, threads=threads))
 
 
 def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = LIMIT, least: float = 0.0) -> None:
-    """That two sessions have the same outputs, to ``limit`` of their norm, or of that of values of ``least``."""
     names = [o.name for o in one.get_outputs()]
     assert [o.name for o in other.get_outputs()] == names
     for name, found, wanted in zip(names, one.run(None, feeds), other.run(None, feeds), strict=True):
@@ -89,7 +81,6 @@ def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = 
 
 
 def speech(path: Path) -> None:
-    """A small recognizer as PyTorch exports it: two layers both ways, a GRU, an RNN with the batch first."""
     import torch
 
     class Speech(torch.nn.Module):
@@ -114,7 +105,6 @@ def speech(path: Path) -> None:
 
 
 def same(model: Any, folder: Path, **more: Any) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    """As :func:`rewritten`, with random inputs for which the session agrees with the model's own."""
     made, fast = rewritten(model, folder, **more)
     alike(fast, session(model), feeds := feeds_of(model))
     return made, fast, feeds

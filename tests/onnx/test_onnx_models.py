@@ -1,7 +1,5 @@
 """ONNX models around a recurrent node: constants that nodes compute, bodies and functions, data types, damage."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable
@@ -14,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnxruntime_sample import value
+from refusals import refused
 from test_onnx import B, H, I, T, dynamic, model_of, relative, typed
 
 import ecornn.onnx
@@ -22,7 +21,6 @@ from ecornn.onnx import constants
 
 
 def behind(name: str, nodes: list[Any], tensors: dict[str, np.ndarray], model: Any = None) -> Any:
-    """A model whose tensor ``name`` is what ``nodes`` make of these instead."""
     model = model or model_of("LSTM", 4, 1)[0]
     kept = [t for t in model.graph.initializer if t.name != name]
     del model.graph.initializer[:]
@@ -60,13 +58,11 @@ def test_constants_behind_nodes(kind: str):
     if name == "h0":
         np.testing.assert_array_equal(found.inputs["initial_h"], wanted)
         return
-    key = "weight_ih_l0" if name == "W" else "weight_hh_l0"
-    np.testing.assert_array_equal(found.weights[key], ours(wanted[0]))
+    np.testing.assert_array_equal(found.weights["weight_ih_l0" if name == "W" else "weight_hh_l0"], ours(wanted[0]))
     assert found.inputs == {"sequence_lens": None, "initial_h": None, "initial_c": None}
 
 
 def ours(value: np.ndarray) -> np.ndarray:
-    """ONNX's gates i, o, f, c in PyTorch's order."""
     return np.concatenate([np.split(value, 4)[gate] for gate in (0, 2, 3, 1)])
 
 
@@ -90,7 +86,6 @@ def test_what_depends_on_a_call_is_no_constant():
 
 
 def body(model: Any, kind: str) -> Any:
-    """The model with its nodes in the body of an ``If`` or ``Loop``, the initializers outside."""
     inner = helper.make_graph(list(model.graph.node), "body", [], [value("Y")])
     del model.graph.node[:]
     other = helper.make_graph([node("Identity", "X", out="Z")], "other", [], [value("Z")])
@@ -111,8 +106,7 @@ def test_nodes_in_functions_are_named():
     model.functions.append(helper.make_function("pkg", "Encoder", ["X", "W", "R"], ["Y"], model.graph.node,
                                                 model.opset_import))
     del model.graph.node[:]
-    with pytest.raises(ArgumentError, match=r"onnx.inliner\) for recurrent \(GRU\) of the function Encoder"):
-        ecornn.onnx.read(model)
+    refused(ArgumentError, r"onnx.inliner\) for recurrent \(GRU\) of the function Encoder", ecornn.onnx.read, model)
 
 
 def test_models_of_other_types_are_called_with_those():
@@ -133,14 +127,12 @@ def test_models_of_other_types_are_called_with_those():
         for one, wanted in zip(layer(x.astype(dtype), lengths, h.astype(dtype)), exact, strict=True):
             assert one.dtype == dtype
             np.testing.assert_array_equal(one, wanted.astype(dtype))
-    with pytest.raises(DTypeError, match=r"X.dtype='float16' is not allowed; expected float64"):
-        layer(x.astype(np.float16), lengths, h)
+    refused(DTypeError, r"X.dtype='float16' is not allowed; expected float64", layer, x.astype(np.float16), lengths, h)
     with pytest.raises(DTypeError, match=r"dtype='float64' is not allowed; expected .* dtype='float32' of this call"):
         ecornn.onnx.compile(layer.node, batch=B, seq=T, target="sm_90a")
 
 
 def test_models_of_float64_compute_in_that():
-    """Weights and states of the model, too: none of them is a float32."""
     model, tensors = model_of("GRU", 3, 1)
     for tensor in model.graph.initializer:
         tensor.CopyFrom(helper.make_tensor(tensor.name, TensorProto.DOUBLE, tensors[tensor.name].shape,
@@ -167,14 +159,12 @@ def attribute(key: str, value: Any) -> Callable[[Any], None]:
 
 
 def without(**parts: Any) -> Callable[[Any], None]:
-    """The initializer W with other dimensions, or another type."""
     def change(model: Any) -> None:
         tensor = next(t for t in model.graph.initializer if t.name == "W")
         if "dims" in parts:
             del tensor.dims[:]
             tensor.dims.extend(parts["dims"])
         tensor.data_type = parts.get("data_type", tensor.data_type)
-
     return change
 
 
@@ -225,8 +215,7 @@ def test_damage_is_named(kind: str):
 
 
 def test_constants_deeper_than_pythons_stack():
-    """In time that grows with the model: a constant, a failure and a circle, each at the end of 3,000 nodes, and what
-    many nodes are made of twice."""
+    """In time that grows with the model: a constant, a failure and a circle, each at the end of 3,000 nodes."""
     chain = [node("Identity", f"b{n}", out=f"b{n + 1}") for n in range(3000)]
     deep = ecornn.onnx.read(behind("W", [node("Identity", "a", out="b0"), *chain, node("Identity", "b3000")], {"a": W}))
     np.testing.assert_array_equal(deep.weights["weight_ih_l0"], ours(W[0]))
@@ -245,7 +234,6 @@ def test_constants_deeper_than_pythons_stack():
 
 
 def test_only_constants_are_computed(monkeypatch: pytest.MonkeyPatch):
-    """Not what is combined with an input of the model's afterwards."""
     monkeypatch.setattr(constants, "evaluated", None)
     nodes = [node("Transpose", "a", out="b"), node("MatMul", "X", "b", out="c"), node("Identity", "c", out="h0")]
     assert ecornn.onnx.read(behind("h0", nodes, {"a": W})).inputs["initial_h"] is None
@@ -257,8 +245,7 @@ def test_what_a_body_is_given_is_no_constant():
     loop = model.graph.node[0].attribute[0].g
     assert ecornn.onnx.read(model).hidden == H
     loop.input.extend(map(value, ("turn", "on", "R")))
-    with pytest.raises(WeightsError, match="R must be a constant"):
-        ecornn.onnx.read(model)
+    refused(WeightsError, "R must be a constant", ecornn.onnx.read, model)
     tensors = {"a": W, "ratio": np.array(0.5, np.float32), "yes": np.array(True)}
     assert ecornn.onnx.read(behind("W", [node("Dropout", "a", "ratio")], tensors)).hidden == H
     with pytest.raises(WeightsError, match="W must be a constant"):
@@ -268,13 +255,10 @@ def test_what_a_body_is_given_is_no_constant():
 def test_what_is_no_model(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.onnx")
     for path in (tmp_path, tmp_path / "pipe.onnx"):
-        with pytest.raises(ModuleError, match="no regular file"):
-            ecornn.onnx.read(path)
+        refused(ModuleError, "no regular file", ecornn.onnx.read, path)
     for other in (3, None, b"model", model_of("GRU", 3, 1)[0].graph):
-        with pytest.raises(ArgumentError, match=r"a file's name or an onnx\.ModelProto"):
-            ecornn.onnx.read(other)
-        with pytest.raises(ArgumentError, match="a Node"):
-            ecornn.onnx.compile(other)
+        refused(ArgumentError, r"a file's name or an onnx\.ModelProto", ecornn.onnx.read, other)
+        refused(ArgumentError, "a Node", ecornn.onnx.compile, other)
 
 
 def test_what_a_call_does_not_take():

@@ -1,7 +1,5 @@
 """Models rewritten for ONNX Runtime: sessions before and after agree, and what cannot be taken stays."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper
 from onnxruntime_sample import B, H, I, T, alike, feeds_of, model_of, operators, rewritten, same, session
 from onnxruntime_sample import recognizer as recognizer
+from refusals import refused
 
 import ecornn.onnx
 import ecornn.onnxruntime
@@ -31,7 +30,6 @@ ACTIVATIONS = {"activations": ["HardSigmoid", "LeakyRelu", "Softsign"], "activat
 
 @pytest.fixture(scope="module")
 def fast(recognizer: Path) -> Path:
-    """The recognizer, rewritten by the command."""
     out = recognizer.with_name("speech.fast.onnx")
     result = CliRunner().invoke(main, ["onnx-rewrite", str(recognizer), "-o", str(out), "--batch", "4", "--seq", "40",
                                        "--target", "cpu", "--no-measure"])
@@ -100,10 +98,8 @@ def test_other_types(dtype: str, chosen: str | None, limit: float, tmp_path: Pat
     _, fast = rewritten(model, tmp_path, dtype=chosen)
     feeds = feeds_of(model)
     wide = {name: v if name == "lens" else v.astype(np.float32) for name, v in feeds.items()}
-    wanted = session(model_of("LSTM", ALL)).run(None, wide)
-    for found, one in zip(fast.run(None, feeds), wanted, strict=True):
-        assert found.dtype == dtype
-        assert np.linalg.norm(found.astype(float) - one) < limit * np.linalg.norm(one)
+    for found, one in zip(fast.run(None, feeds), session(model_of("LSTM", ALL)).run(None, wide), strict=True):
+        assert found.dtype == dtype and np.linalg.norm(found.astype(float) - one) < limit * np.linalg.norm(one)
 
 
 def test_weights_that_the_model_computes_go_with_the_nodes_that_compute_them(tmp_path: Path):
@@ -117,8 +113,7 @@ def test_weights_that_the_model_computes_go_with_the_nodes_that_compute_them(tmp
 
 
 def in_a_body(old: bool) -> Any:
-    """A model with its node in a branch of another, which a call chooses; of an ``old`` one all initializers are
-    inputs, the choice among them."""
+    """A model with its node in a branch of another; of an ``old`` one all initializers are inputs."""
     inner = model_of("RNN").graph
     body = helper.make_graph([*inner.node], "body", [], inner.output[:1])
     other = helper.make_graph([helper.make_node("Identity", ["X"], ["other"])], "other", [], [sample.value("other")])
@@ -135,8 +130,7 @@ def in_a_body(old: bool) -> Any:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_a_node_in_the_body_of_another(old: bool, tmp_path: Path):
-    """Also of models whose initializers are inputs, as all had to be before version 4 of the format, where no call
-    brings them; in bodies there were none."""
+    """Also of models whose initializers are inputs, as all had to be before version 4 of the format."""
     model = in_a_body(old)
     made, fast = rewritten(model, tmp_path)
     assert len(made.taken) == 1 and {v.name for v in fast.get_inputs()} == ({"X"} if old else {"X", "yes"})
@@ -165,7 +159,6 @@ assert not {"ecornn", "tvm", "tvm_ffi"} & set(sys.modules)
 
 
 def decoder(steps: int, apart: bool = False) -> Any:
-    """A GRU unrolled, each step a node of the same weights, or of copies that are the outputs of nodes."""
     model = model_of("GRU", ("h0",))
     (node,), tensors = model.graph.node, [*model.graph.initializer]
     nodes = [helper.make_node("Shape", ["X"], ["shape"])]
@@ -187,7 +180,6 @@ def decoder(steps: int, apart: bool = False) -> Any:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
-    """In the file, though the model has them for each node, and packed."""
     made, *_ = same(decoder(40, apart), tmp_path)
     assert len(made.taken) == 40
     weights = [t.name for t in onnx.load(made.model).graph.initializer]
@@ -195,9 +187,7 @@ def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
 
 
 def test_packed_weights_are_those_of_all_nodes_and_sessions(tmp_path: Path):
-    """4 MiB of weights, shared by 20 nodes."""
-    model = decoder(20)
-    rng = np.random.default_rng(0)
+    model, rng = decoder(20), np.random.default_rng(0)
     for tensor, shape in zip(model.graph.initializer, ((1, 1536, I), (1, 1536, 512), (1, 3072)), strict=True):
         tensor.CopyFrom(onnx.numpy_helper.from_array(rng.uniform(-0.1, 0.1, shape).astype(np.float32), tensor.name))
     for node in model.graph.node[1:]:
@@ -279,27 +269,22 @@ def test_a_node_in_a_function_stays(tmp_path: Path):
         [helper.make_opsetid("", 20)])
     model = sample.whole(helper.make_graph([helper.make_node("Layer", ["X", "W", "R", "B"], ["Y"], domain="mine")], "g",
                                     inner.input, inner.output[:1], inner.initializer), functions=[function])
-    with pytest.raises(ArgumentError, match=r"inside \(RNN\): it is in the function Layer"):
-        rewritten(model, tmp_path)
+    refused(ArgumentError, r"inside \(RNN\): it is in the function Layer", rewritten, model, tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
 def test_weights_that_come_with_each_call(tmp_path: Path):
-    """By a program that changes the rewritten model: they are packed in the call."""
     model = model_of("LSTM")
     rewritten(model, tmp_path)
-    new = onnx.load(tmp_path / "fast.onnx")
-    feeds = feeds_of(model)
+    new, feeds = onnx.load(tmp_path / "fast.onnx"), feeds_of(model)
     for tensor in [t for t in new.graph.initializer if "_l0" in t.name]:
         new.graph.input.append(sample.value(tensor.name, shape=tensor.dims))
         feeds[tensor.name] = onnx.numpy_helper.to_array(tensor)
         new.graph.initializer.remove(tensor)
     options = ecornn.onnxruntime.session_options(tmp_path / "fast.onnx")
-    wanted = session(model).run(None, {"X": feeds["X"]})
-    fast = session(new, options)
+    wanted, fast = session(model).run(None, {"X": feeds["X"]}), session(new, options)
     np.testing.assert_allclose(fast.run(None, feeds)[0], wanted[0], rtol=1e-5, atol=1e-6)
-    still = {name: value * (name == "X") for name, value in feeds.items()}
-    assert not fast.run(None, still)[0].any()
+    assert not fast.run(None, {name: value * (name == "X") for name, value in feeds.items()})[0].any()
 
 
 @pytest.mark.parametrize("direction", ["forward", "bidirectional"])
@@ -318,7 +303,6 @@ def test_arrays_that_begin_anywhere(tmp_path: Path):
     _, fast = rewritten(model, tmp_path)
     feeds = feeds_of(model)
     wanted = session(model).run(None, feeds)
-
     def moved(array: np.ndarray) -> np.ndarray:
         room = np.zeros(array.nbytes + 64, np.uint8)
         start = -room.ctypes.data % 64 + 4
@@ -347,7 +331,6 @@ def test_threads_share_a_session(fast: Path):
 
 
 def test_without_ecornn(fast: Path, recognizer: Path, tmp_path: Path):
-    """And from elsewhere than it was written, with the model in another folder than the library."""
     folder = tmp_path / "moved"
     fast.with_suffix(".modules").rename(folder)
     try:
@@ -375,8 +358,7 @@ def test_files_that_are_not_what_they_were(fast: Path, tmp_path: Path):
             session(made.model, ecornn.onnxruntime.session_options(made.model))
         assert "onnxruntime" in type(error.value).__module__ and "node/CpuRecurrent" in str(error.value)
     made.library.unlink()
-    with pytest.raises(ModuleError, match="onnx-rewrite writes it"):
-        ecornn.onnxruntime.session_options(made.model)
+    refused(ModuleError, "onnx-rewrite writes it", ecornn.onnxruntime.session_options, made.model)
 
 
 def test_calls_that_do_not_fit(tmp_path: Path):
@@ -393,22 +375,18 @@ def test_calls_that_do_not_fit(tmp_path: Path):
 def test_arguments(fast: Path, recognizer: Path, tmp_path: Path):
     rewrite = ecornn.onnxruntime.rewrite
     for out in (recognizer, tmp_path / "fast.so"):
-        with pytest.raises(ArgumentError, match="another file than the model's"):
-            rewrite(recognizer, out)
+        refused(ArgumentError, "another file than the model's", rewrite, recognizer, out)
     with pytest.raises(ArgumentError, match="it has none"):
         rewrite(onnx.load(fast), tmp_path / "again.onnx", target="cpu")
     old = model_of("RNN")
     old.opset_import[0].version = 6
-    with pytest.raises(ArgumentError, match="7 or newer"):
-        rewrite(old, tmp_path / "old.onnx", target="cpu")
+    refused(ArgumentError, "7 or newer", rewrite, old, tmp_path / "old.onnx", target="cpu")
     for wrong in (0, 1025, True):
-        with pytest.raises(ArgumentError, match="from 1 to 1024"):
-            ecornn.onnxruntime.session_options(fast, threads=wrong)
+        refused(ArgumentError, "from 1 to 1024", ecornn.onnxruntime.session_options, fast, threads=wrong)
     for wrong in ("0", "two", "", "1025"):
         options = onnxruntime.SessionOptions()
         options.add_session_config_entry("ecornn.threads", wrong)
-        with pytest.raises(Exception, match="expected an integer from 1 to 1024"):
-            ecornn.onnxruntime.session_options(fast, options)
+        refused(Exception, "expected an integer from 1 to 1024", ecornn.onnxruntime.session_options, fast, options)
     missing = CliRunner().invoke(main, ["onnx-rewrite", str(tmp_path / "none.onnx"), "-o", str(tmp_path / "x.onnx")])
     assert missing.exit_code == 2 and "cannot be read as an ONNX model" in missing.output
 

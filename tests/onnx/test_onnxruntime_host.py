@@ -1,7 +1,5 @@
 """The operator library, called by a program in ONNX Runtime's place: sanitizers, GPUs, versions that are too old."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil
@@ -45,7 +43,6 @@ def program(folder: Path) -> Path:
 
 def arguments(folder: Path, operator: str, module: Path, threads: int, arrays: Mapping[str, Any],
               weights: Mapping[str, Any]) -> list[str]:
-    """Of ort_host, for a module beside the library in a folder; None among ``arrays`` is an input that is not there."""
     there = {name: array for name, array in arrays.items() if array is not None}
     write(folder, there | dict(weights))
     inputs = [f"{name}:{','.join(map(str, there[name].shape))}" if name in there else "-" for name in arrays]
@@ -55,7 +52,6 @@ def arguments(folder: Path, operator: str, module: Path, threads: int, arrays: M
 
 
 def refused(program: Path, *arguments: str | Path, **environment: str) -> str:
-    """What it says of a call that ONNX Runtime would refuse."""
     done = subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 3
     return done.stdout

@@ -1,7 +1,5 @@
 """``rewrite()`` times ONNX Runtime's own nodes and compiled ones, and leaves alone what does not gain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ TIMES = {"LSTM": (2e-3, 1e-3), "GRU": (1e-3, 2e-3), "RNN": (3e-3, 1e-3), "": (7e
 def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> list[str]:
     """Has ``times`` be what is measured, by operator. What it gives are the operators that were measured."""
     found = []
-
     def measured(own: bytes, compiled: Any, feeds: dict[str, Any], folder: Path, where: str) -> Any:
         nodes = [node.op_type for node in onnx.load_from_string(own).graph.node]
         found.append(nodes[0] if len(nodes) == 1 else "")
@@ -64,11 +61,8 @@ def test_a_model_that_does_not_gain_stays(slow: str, recognizer: Path, tmp_path:
 @pytest.mark.parametrize(("op", "inputs", "attributes"), [
     ("LSTM", ("lens", "h0", "c0", "P"), {"direction": "bidirectional"}), ("GRU", ("lens",), {"linear_before_reset": 1}),
     ("RNN", (), {})])
-def test_nodes_and_models_are_timed(op: str, inputs: tuple[str, ...], attributes: dict[str, Any], tmp_path: Path,
-                                    monkeypatch: pytest.MonkeyPatch):
-    """By calls that ONNX Runtime takes, of a node alone and of the model: this one's only node is timed as both."""
-    seen = []
-    real = rewriting.measured
+def test_nodes_and_models_are_timed(op, inputs, attributes, tmp_path, monkeypatch):
+    seen, real = [], rewriting.measured
     monkeypatch.setattr(rewriting, "measured", lambda *given: seen.append(real(*given)) or (2.0, 1.0))
     made, _ = rewritten(model_of(op, inputs, **attributes), tmp_path, batch=B, seq=T, measure=True)
     assert len(seen) == 2 and all(0 < time < 60 for times in seen for time in times)
@@ -87,7 +81,6 @@ def test_what_cannot_be_timed_is_compiled(tmp_path: Path):
     (["T", "B", 5], "FLOAT", {""}, (7, 3, 5)), (["T", "B"], "INT64", set(), (7, 3)), ([3], "INT32", {"x"}, (3,)),
     (["T", "width"], "FLOAT", set(), None), ([], "INT64", set(), None), (["T", "B"], "FLOAT", {"computed"}, None)])
 def test_feeds_for_a_model(shape: list[Any], dtype: str, lengths: set[str], found: tuple[int, ...] | None):
-    """None where the model does not say how large an input is, or what it is."""
     given = [value("x", getattr(TensorProto, dtype), shape)]
     feeds = rewriting.feeds_of(whole(helper.make_graph([], "g", given, [])), {"T": 7, "B": 3}, lengths, 7)
     assert (None if feeds is None else feeds["x"].shape) == found

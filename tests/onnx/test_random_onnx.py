@@ -5,8 +5,6 @@ computed in many ways, shared weights, bodies.
     PYTHONPATH=tests/helpers python tests/onnx/test_random_onnx.py 17     # what model 17 is made of
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,8 +30,7 @@ STABLE = ("Tanh", "Sigmoid", "Identity", "Neg", "Sin", "Softsign")  # keep value
 
 @dataclass
 class Sample:
-    """A model, and what it is made of, in words; ``plain``: one that computes the same without ONNX's layout 1, which
-    ONNX Runtime refuses; ``refused``: nodes that have to stay, by name, each with words of the reason."""
+    """A model, in words, too; ``plain``: the same without ONNX's layout 1; ``refused``: reasons of nodes that stay."""
 
     model: Any
     plain: Any
@@ -43,8 +40,6 @@ class Sample:
 
 @dataclass
 class Builder:
-    """A graph that grows, and in it what is shared with the graphs of bodies."""
-
     rng: np.random.Generator
     made: list[str]
     counter: list[int] = field(default_factory=lambda: [0])
@@ -56,7 +51,6 @@ class Builder:
         return f"{what}{self.counter[0]}"
 
     def node(self, op: str, *inputs: str, count: int = 1, **attributes: Any) -> Any:
-        """The name of its output, or of several."""
         outputs = [self.new(op.lower()) for _ in range(count)]
         self.nodes.append(helper.make_node(op, list(inputs), outputs, **attributes))
         return outputs[0] if count == 1 else outputs
@@ -72,12 +66,10 @@ class Builder:
         return str(self.tensors[-1].name)
 
     def whole(self, *numbers: int) -> str:
-        """A constant of int64."""
         value = np.array(numbers, np.int64)
         return self.node("Constant", value_ints=list(numbers)) if self.chance(0.5) else self.initializer(value)
 
     def deep(self, name: str, most: int = DEEPEST) -> str:
-        """Nodes behind one another, whose values differ by little from call to call of this."""
         depth = int(np.exp(self.rng.uniform(0, np.log(most + 1)))) - 1
         self.made.append(f"{depth} nodes deep")
         for _ in range(depth):
@@ -114,7 +106,6 @@ class Builder:
         return ways[number]()
 
     def size(self, of: str, axis: int) -> str:
-        """One axis of a tensor's shape, as a tensor of one number."""
         shape = self.node("Shape", of)
         if self.chance(0.5):
             return self.node("Slice", shape, self.whole(axis), self.whole(axis + 1))
@@ -122,15 +113,12 @@ class Builder:
         return self.node("Unsqueeze", number, self.whole(0))
 
     def zeros(self, sizes: list[str | int], value: float) -> str:
-        """A state of the shape that these have, each a number or a tensor of one."""
         shape = self.node("Concat", *(s if isinstance(s, str) else self.whole(s) for s in sizes), axis=0)
         if self.chance(0.5):
-            one = numpy_helper.from_array(np.array([value], np.float32))
-            return self.node("ConstantOfShape", shape, value=one)
+            return self.node("ConstantOfShape", shape, value=numpy_helper.from_array(np.array([value], np.float32)))
         return self.node("Expand", self.initializer(np.array([value], np.float32)), shape)
 
     def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> tuple[str, ...]:
-        """W, R, B and P, the last two perhaps missing."""
         rows = GATES[op] * hidden
         shapes = [(both, rows, inputs), (both, rows, hidden), (both, 2 * rows), (both, 3 * hidden)]
         there = [True, True, self.chance(0.8), peepholes]
@@ -139,15 +127,12 @@ class Builder:
 
 
 class Recurrent:
-    """Recurrent nodes of one model. Their weights are by kind, and may be those of another node."""
-
     def __init__(self, b: Builder, lengths: bool) -> None:
         self.b, self.inputs, self.refused = b, {}, {}
         self._lengths = lengths
         self._known: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
 
     def kind(self) -> dict[str, Any]:
-        """Of a node: few layers, so that each is compiled once for many models, and attributes."""
         b = self.b
         op = b.one_of("LSTM", "GRU", "RNN")
         attributes: dict[str, Any] = {"hidden_size": b.one_of(4, 6)}
@@ -166,14 +151,12 @@ class Recurrent:
         return {"op": op, "peepholes": op == "LSTM" and b.chance(0.15), "attributes": attributes}
 
     def given(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
-        """An input of the model's."""
         self.inputs[name] = value(name, kind, shape)
         return name
 
     def add(self, x: str, width: int, kind: dict[str, Any], features: str, state: tuple[str, ...] = (),
             b: Builder | None = None) -> tuple[list[str], int, int]:
-        """A node, in a body's graph if ``b`` is that; returns its outputs, D and H. ``x`` is (T, B, width);
-        ``features``: what shapes are taken of."""
+        """A node, in the graph ``b``; returns its outputs, D and H. x (T, B, width); ``features`` gives shapes."""
         b, (op, attributes) = b or self.b, (kind["op"], kind["attributes"])
         both, hidden = 1 + (attributes.get("direction") == "bidirectional"), attributes["hidden_size"]
         key = op, both, width, hidden, kind["peepholes"]
@@ -213,22 +196,18 @@ class Recurrent:
 
 
 def random_model(seed: int) -> Sample:
-    """The model of a number."""
     made: list[str] = []
     b = Builder(np.random.default_rng(seed), made)
-    nodes = Recurrent(b, b.chance(0.5))
-    width = b.one_of(3, 5)
+    nodes, width = Recurrent(b, b.chance(0.5)), b.one_of(3, 5)
     x = b.deep(nodes.given("X", ["T", "B", width]))
     shown: list[str] = []
     for _ in range(int(b.rng.integers(1, 5))):
-        kind = nodes.kind()
-        place = b.one_of("graph", "graph", "graph", "If", "Loop", "unrolled")
+        kind, place = nodes.kind(), b.one_of("graph", "graph", "graph", "If", "Loop", "unrolled")
         made.append(f"in {place}")
         if place != "graph":
             shown += {"If": _branch, "Loop": _loop, "unrolled": _unrolled}[place](b, nodes, x, width, kind)
             continue
-        features = b.node("Relu", x)
-        outputs, both, hidden = nodes.add(x, width, kind, features)
+        outputs, both, hidden = nodes.add(x, width, kind, b.node("Relu", x))
         shown += [name for name in outputs if b.chance(0.6)] or outputs[:1]
         if b.chance(0.5) and not kind["attributes"].get("layout"):  # the next one's X
             y = b.node("Transpose", outputs[0], perm=[0, 2, 1, 3])
@@ -250,7 +229,6 @@ def random_model(seed: int) -> Sample:
 
 
 def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
-    """A node in one branch of an If; the other has its X."""
     inner = Builder(b.rng, b.made, b.counter)
     outputs, _, _ = nodes.add(x, width, kind, x, b=inner)
     other = Builder(b.rng, b.made, b.counter)
@@ -263,7 +241,6 @@ def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, An
 
 
 def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
-    """A node whose states come from the turn before."""
     kind["attributes"].pop("layout", None)
     inner = Builder(b.rng, b.made, b.counter)
     op, attributes = kind["op"], kind["attributes"]
@@ -271,8 +248,7 @@ def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]
     turn, go, *states = (inner.new(name) for name in ("turn", "go", *("h", "c")[:1 + (op == "LSTM")]))
     outputs, _, _ = nodes.add(x, width, kind, x, tuple(states), b=inner)
     still = inner.node("Identity", go)
-    infos = [value(turn, TensorProto.INT64, []),
-             value(go, TensorProto.BOOL, []), *map(value, states)]
+    infos = [value(turn, TensorProto.INT64, []), value(go, TensorProto.BOOL, []), *map(value, states)]
     results = [value(still, TensorProto.BOOL, []), *map(value, (*outputs[1:], outputs[0]))]
     body = helper.make_graph(inner.nodes, "body", infos, results, inner.tensors)
     first = [b.zeros([both, b.size(x, 1), hidden], 0.1) for _ in states]
@@ -281,7 +257,6 @@ def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]
 
 
 def _unrolled(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
-    """Nodes of the same weights, each with the states of the one before."""
     kind["attributes"].pop("layout", None)
     state: tuple[str, ...] = ()
     outputs: list[str] = []
@@ -296,7 +271,6 @@ def _unrolled(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, 
 
 
 def _refused(b: Builder, nodes: Recurrent, x: str, width: int, shown: list[str]) -> None:
-    """Perhaps a node that cannot be compiled."""
     kind = b.one_of("none", "none", "none", "directions", "computed", "brought")
     if kind == "none":
         return
@@ -350,24 +324,19 @@ LEAST = 0.1  # states of some turns may be small, and what is added up to them i
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    """A layer that several models have."""
     known = {}
-
     def compiled(layer, target):
         if (key := f"{layer.workload} {layer.stack}") not in known:
             known[key] = compile_layer(layer, target=target)
         return known[key]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewriting, "compile_layer", compiled)
         yield
 
 
 def check(seed: int, folder: Path) -> int:
-    """That a model's nodes are compiled and compute the same, and those that cannot be stay with a reason; returns the
-    number of nodes that are compiled."""
-    sample = random_model(seed)
-    out = folder / "fast.onnx"
+    """Nodes that are compiled, and compute the same; those that cannot be stay with a reason."""
+    sample, out = random_model(seed), folder / "fast.onnx"
     try:
         made = ecornn.onnxruntime.rewrite(sample.model, out, batch=4, seq=7, target="cpu", measure=False)
     except ArgumentError as error:

@@ -1,7 +1,4 @@
-"""Models of other people's packages: ``make test-packages``. A package that is absent is a failure; with
-``--absent=skip`` its tests are skipped, by its name."""
-
-from __future__ import annotations
+"""Models of other people's packages: ``make test-packages``, with ``--absent=skip`` without those that are absent."""
 
 import importlib
 from collections.abc import Callable
@@ -31,5 +28,4 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             raise
         monkeypatch.setenv("ECORNN_STRICT", "1")
         return module
-
     return found

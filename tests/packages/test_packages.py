@@ -6,8 +6,6 @@ packed characters, languages of strings, and an encoder of words with a decoder 
 a node as a sequence, layers of a graph as one, sets.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +44,6 @@ def check(model: torch.nn.Module, run: Callable[[Any, Callable[[Any], Any]], Any
 
 
 def step(model: torch.nn.Module, run: Callable[[Any, Callable[[Any], Any]], Any]) -> dict[str, torch.Tensor]:
-    """Outputs and gradients by name."""
     model.zero_grad()
     torch.set_default_dtype(type_of(model))  # of what the package makes by itself
     try:
@@ -68,19 +65,16 @@ def type_of(model: torch.nn.Module) -> torch.dtype:
 
 def cast_for(model: torch.nn.Module) -> Callable[[Any], Any]:
     kind = type_of(model)
-
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(kind) if value.is_floating_point() else value
         if isinstance(value, Mapping):
             return {name: cast(one) for name, one in value.items()}
         return type(value)(map(cast, value)) if isinstance(value, (list, tuple)) else value
-
     return cast
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """Those of floating-point numbers, in order."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
     if isinstance(value, Mapping):
@@ -89,7 +83,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
-    """Relative; where less than ``floor`` is wanted, such as the zero gradient of a bias before a softmax, to that."""
     assert found.shape == wanted.shape
     value = float((found.double() - wanted).norm() / wanted.norm().clamp_min(floor))
     return value if value == value else float("inf")
@@ -97,7 +90,6 @@ def error(found: torch.Tensor, wanted: torch.Tensor, floor: float) -> float:
 
 @pytest.fixture
 def data(package: Callable[[str], Any]) -> Any:
-    """A data set of three waves, and a batch of it."""
     forecasting, pandas = package("pytorch_forecasting"), package("pandas")
     rows = [{"time": time, "series": name, "value": float(np.sin(time / 3 + number)) + 2, "day": float(time % 5)}
             for number, name in enumerate("abc") for time in range(30)]
@@ -121,7 +113,6 @@ def test_forecasting_of_a_data_set(name: str, cell: str, layers: tuple[str, ...]
 
 
 def test_forecasting_of_no_steps(package: Any):
-    """Its layers take them, by what surrounds torch.nn's."""
     rnn = package("pytorch_forecasting.models.nn.rnn")
     torch.manual_seed(0)
     x, h = torch.randn(4, 6, 5), torch.randn(2, 1, 4, 9)
@@ -149,16 +140,13 @@ def test_sb3_evaluating_actions(learner: Any, restarts: bool):
     starts = torch.zeros(sequences * steps)
     starts[[3, 9]] = float(restarts)
     states = torch.randn(4, 1, sequences, 16)
-
     def run(policy: Any, cast: Any) -> Any:
         given = RNNStates(tuple(cast(states[:2])), tuple(cast(states[2:])))
         return policy.evaluate_actions(cast(observations), actions, given, cast(starts))
-
     check(learner.policy, run, ("lstm_actor", "lstm_critic"), torch.float32)  # it makes float32 of observations
 
 
 def test_sb3_learning(learner: Any):
-    """Collects steps of episodes and takes updates on them."""
     assert ecornn.torch.replace(learner.policy).swapped == ("lstm_actor", "lstm_critic")
     before = [w.detach().clone() for w in learner.policy.lstm_actor.parameters()]
     learner.learn(32)
@@ -196,7 +184,6 @@ def test_stanza_packed_layers(package: Any):
 
 
 def test_stanza_lemmas(package: Any):
-    """An encoder, and a decoder that calls a cell for each letter."""
     module = package("stanza.models.common.seq2seq_model")
     torch.manual_seed(0)
     model = module.Seq2SeqModel({"vocab_size": 20, "emb_dim": 8, "hidden_dim": 16, "num_layers": 1, "dropout": 0.2,
@@ -213,7 +200,6 @@ EDGES = torch.tensor([[1, 2, 3, 0, 4, 2, 0, 1], [0, 0, 0, 1, 1, 2, 3, 4]])  # so
 def test_geometric_graph_network(package: Any):
     nn = package("torch_geometric.nn")
     torch.manual_seed(0)
-
     class Network(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

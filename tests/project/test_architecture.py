@@ -1,7 +1,4 @@
-"""The promises of docs/ARCHITECTURE.md: a light import, layers, small files; assertions without effects, and faults of
-mutants.py that are of lines that are there."""
-
-from __future__ import annotations
+"""The promises of docs/ARCHITECTURE.md: a light import, layers, small files; assertions without effects; mutants.py."""
 
 import ast
 import graphlib
@@ -17,8 +14,7 @@ import site_architecture
 from mutants import MUTANTS, Mutant
 from rooms import ROOT
 
-PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
-          "ecornn.tuning_logs": ROOT / "tuning_logs"}
+PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules", "ecornn.tuning_logs": ROOT / "tuning_logs"}
 
 # Room -> the rooms it may import, besides itself. A room is a file or folder of ecornn/, or of schedules/.
 BASE = {"boundary", "dtypes", "errors", "interrupts", "workload", "device", "program", "manifest"}
@@ -109,7 +105,6 @@ MAY_IMPORT["__main__"] = {"console"}
 
 
 def sources() -> dict[str, Path]:
-    """Module name -> file, of everything that is installed."""
     found = {}
     for package, folder in PLACES.items():
         for path in folder.rglob("*.py"):
@@ -119,18 +114,15 @@ def sources() -> dict[str, Path]:
 
 
 def layer(module: str) -> str:
-    """``cells`` for ecornn.cells.builtin, the empty string for ecornn itself."""
     return module.split(".")[1] if "." in module else ""
 
 
 def room(module: str) -> str:
-    """The layer of a module; of schedules the room: ``schedules.gemm`` for ecornn.schedules.gemm.job."""
     parts = module.split(".")[1:]
     return ".".join(parts[:3 if parts[1:2] == ["cuda"] else 2]) if layer(module) == "schedules" else layer(module)
 
 
 def imports(nodes: Iterable[ast.AST], modules: Collection[str]) -> Iterator[str]:
-    """The full names of the modules that these statements import."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -162,7 +154,6 @@ def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def refuse_circles(of: dict[str, set[str]]) -> None:
-    """Fails, and names the circle, where a graph of imports has one."""
     try:
         graphlib.TopologicalSorter(of).prepare()
     except graphlib.CycleError as error:
@@ -207,8 +198,7 @@ def test_tvm_and_torch_are_imported_inside_functions_only():
 
 
 def test_import_is_light():
-    """The processor's time inside a new interpreter, best of 5: other work on the machine must not fail it. What is
-    imported is in test_public.py."""
+    """The processor's time inside a new interpreter, best of 5: other work on the machine must not fail it."""
     code = "import sys, time; start = time.process_time(); import ecornn; print(time.process_time() - start)"
     assert min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT).stdout)
                for _ in range(5)) < 0.3
@@ -275,8 +265,7 @@ PURE = {"abs", "all", "any", "bool", "float", "frozenset", "getattr", "hasattr",
 
 
 def effects(source: str) -> Iterator[str]:
-    """Assertions that may do more than to hold something against something: with line and expression. A call may,
-    unless it is of a function that is known to have no effect."""
+    """Assertions, with line and expression, that call what is not known to have no effect."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Assert):
             for part in ast.walk(node.test):

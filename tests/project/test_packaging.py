@@ -1,7 +1,5 @@
 """The wheel, and the archive of sources that it is made from: all is inside, and works where the checkout is not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -30,7 +28,6 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of the checkout, which a build would otherwise fill with build/; the archive lies beside it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
                  ROOT / "setup.py", ROOT / "CITATION.cff",
@@ -46,7 +43,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment with the wheel alone, which takes the dependencies from this one."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
@@ -70,7 +66,6 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path):
 
 
 def read_of(wheel: Path, end: str) -> str:
-    """The text of the wheel's one file whose name ends so."""
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(end))
     return archive.read(name).decode()

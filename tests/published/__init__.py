@@ -5,8 +5,6 @@ differential equations), ``memories``, ``attention`` (softmaxes over units), ``s
 Parameters that a paper has as one scalar are vectors here.
 """
 
-from __future__ import annotations
-
 from published import additive, attention, continuous, grus, heads, lstms, memories, multiplicative, spiking
 from published.base import Published
 

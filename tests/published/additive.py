@@ -1,7 +1,5 @@
 """Cells whose units see no other unit's state: no product of a state, so that steps wait for nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 
@@ -101,8 +99,7 @@ class HGRN(Published):
         (_, h), wx, v = states, product(x, p["W"]), p["v"]
         least = pointwise(lambda b, j: te.sigmoid(v[0, j]), h)
         f = pointwise(lambda b, j: least[b, j] + (1.0 - least[b, j]) * te.sigmoid(wx[b, 0, j]), h)
-        new = pointwise(lambda b, j: f[b, j] * h[b, j]
-                        + (1.0 - f[b, j]) * wx[b, 1, j] * te.sigmoid(wx[b, 1, j]), h)
+        new = pointwise(lambda b, j: f[b, j] * h[b, j] + (1.0 - f[b, j]) * wx[b, 1, j] * te.sigmoid(wx[b, 1, j]), h)
         return [pointwise(lambda b, j: te.sigmoid(wx[b, 2, j]) * new[b, j], h), new]
 
     def numpy(self, x, o, h, W, v):
@@ -122,8 +119,7 @@ class RGLRU(Published):
         (h,), wx, v, t = states, product(x, p["W"]), p["v"], p["b"]
         a = pointwise(lambda b, j: te.exp(-8.0 * softplus(v[0, j]) * te.sigmoid(wx[b, 0, j] + t[0, j])), h)
         i = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + t[1, j]), h)
-        return [pointwise(lambda b, j: a[b, j] * h[b, j]
-                          + te.sqrt(1.0 - a[b, j] * a[b, j]) * i[b, j] * x[b, j], h)]
+        return [pointwise(lambda b, j: a[b, j] * h[b, j] + te.sqrt(1.0 - a[b, j] * a[b, j]) * i[b, j] * x[b, j], h)]
 
     def numpy(self, x, h, W, b, v):
         r, i = (sig(x @ w.T + b) for w, b in zip(W, b, strict=True))
@@ -175,8 +171,7 @@ class SelectiveSSM(Published):
 
 
 class DampedEMA(Published):
-    """The moving average of Mega (Ma et al. 2023, arXiv 2209.10655), one dimension a unit; ``v`` are alpha and delta
-    before a sigmoid."""
+    """The moving average of Mega (Ma et al. 2023, arXiv 2209.10655); ``v`` are alpha and delta before a sigmoid."""
 
     name, states, shapes = "mega_ema", ("h",), {"W": (1, "I"), "v": (2,)}
 
@@ -191,8 +186,7 @@ class DampedEMA(Published):
 
 
 class RWKV4(Published):
-    """Time mixing of RWKV-4 (Peng et al. 2023, arXiv 2305.13048): a weighted mean of all values, with its numerator and
-    denominator over exp(m); ``v`` are the bonus u and the log of the decay."""
+    """Time mixing of RWKV-4 (Peng et al. 2023, arXiv 2305.13048); ``v`` are the bonus u and the log of the decay."""
 
     name, states, output, nonnegative = "rwkv4", ("a", "d", "m"), "y", ("d",)
     shapes = {"W": (3, "I"), "v": (2,)}

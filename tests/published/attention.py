@@ -1,7 +1,5 @@
 """Cells with a softmax over their units, or over what is less, or that compare and normalize groups of them."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 
@@ -27,10 +25,8 @@ class ONLSTM(Published):
         (h, c), a = states, sums(x, states[0], p)
         forget = product(softmax(pointwise(lambda b, j: a(b, 4, j), h, "f_scores")), p["T"], 0)
         enter = product(softmax(pointwise(lambda b, j: a(b, 5, j), h, "i_scores")), p["T"], 1)
-
         def gate(g, name):
             return pointwise(lambda b, j: te.sigmoid(a(b, g, j)), h, name)
-
         f, i, o = gate(0, "f"), gate(1, "i"), gate(2, "o")
         both = pointwise(lambda b, j: forget[b, j] * enter[b, j], h, "overlap")
         new = pointwise(lambda b, j: (f[b, j] * both[b, j] + forget[b, j] - both[b, j]) * c[b, j]
@@ -64,7 +60,6 @@ class ONLSTMChunks(Published):
     def step(self, x, states, p):
         (h, c), wx, rh, b = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         mx, mh = (product(v, p[n]) for v, n in ((x, "M"), (h, "N")))
-
         def master(g, name):
             scores = te.compute((mx.shape[0], mx.shape[2]), lambda i, j: mx[i, g, j] + mh[i, g, j] + b[4 + g, j],
                                 name=name)
@@ -72,7 +67,6 @@ class ONLSTMChunks(Published):
 
         def gate(g, activation, name):
             return pointwise(lambda i, j: activation(wx[i, g, j] + rh[i, g, j] + b[g, j]), h, name)
-
         forget, enter = master(0, "f_scores"), master(1, "i_scores")
         f, i, o, z = (gate(g, te.tanh if g == 3 else te.sigmoid, "fioz"[g]) for g in range(4))
         both = pointwise(lambda i, j: forget[i, j] * enter[i, j], h, "overlap")
@@ -123,8 +117,7 @@ class EntNet(WithHeads):
 
 
 class StateRegularizedRNN(Published):
-    """Attention over as many learnt states as there are units, whose mixture is the new state (Wang and Niepert 2019,
-    arXiv 1901.08817): ``S`` has them in its rows (gate 0) and in its columns (gate 1)."""
+    """Attention over learnt states, the rows and columns of S (Wang and Niepert 2019, arXiv 1901.08817)."""
 
     name, states, shapes = "sr_rnn", ("h",), {"W": (1, "I"), "R": (1, "H"), "b": (1,), "S": (2, "H")}
 

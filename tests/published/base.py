@@ -1,7 +1,5 @@
 """What the published cells have in common: shapes as a table, sums of products and vectors, and NumPy's functions."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -53,7 +51,6 @@ def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]
 
 
 def lstm(at: Callable[[Any, int, Any], Any], c: Any) -> list[Any]:
-    """h and c of an LSTM, by its sums ``at(b, g, j)`` of input, forget gate, new values and output."""
     new = pointwise(lambda b, j: te.sigmoid(at(b, 1, j)) * c[b, j] + te.sigmoid(at(b, 0, j)) * te.tanh(at(b, 2, j)), c)
     return [pointwise(lambda b, j: te.sigmoid(at(b, 3, j)) * te.tanh(new[b, j]), c), new]
 
@@ -68,12 +65,10 @@ def softplus(value: Any) -> Any:
 
 # -- NumPy --------------------------------------------------------------------------------------
 def affine(x: Any, h: Any, W: Any, R: Any, b: Any) -> list[Any]:
-    """W_g x + R_g h + b_g of every g."""
     return [x @ w.T + h @ r.T + v for w, r, v in zip(W, R, b, strict=True)]
 
 
 def lstm_formula(i: Any, f: Any, g: Any, o: Any, c: Any) -> tuple[Any, Any]:
-    """h and c of an LSTM, by its four sums."""
     c = sig(f) * c + sig(i) * np.tanh(g)
     return sig(o) * np.tanh(c), c
 

@@ -1,7 +1,5 @@
 """Cells that are steps of differential equations."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 
@@ -24,8 +22,7 @@ class CTRNN(Published):
 
 
 class LTC(Published):
-    """Liquid time constants, three fused steps of a sixth (Hasani et al. 2021, arXiv 2006.04439); ``v`` are A and
-    log tau."""
+    """Liquid time constants, three fused steps (Hasani et al. 2021, arXiv 2006.04439); ``v`` are A and log tau."""
 
     name, states, shapes = "ltc", ("h",), ONE | {"v": (2,)}
 
@@ -110,10 +107,8 @@ class LEM(Published):
     def step(self, x, states, p):
         (y, z), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         ry = product(y, R, [0, 1, 2])
-
         def a(b, g, j):
             return wx[b, g, j] + ry[b, g, j] + v[g, j]
-
         dt = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)), y)
         du = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)), y)
         new = pointwise(lambda b, j: (1.0 - dt[b, j]) * z[b, j] + dt[b, j] * te.tanh(a(b, 2, j)), y)
@@ -124,8 +119,7 @@ class LEM(Published):
     def numpy(self, x, y, z, W, R, b):
         dt, du, n, _ = affine(x, y, W, R, b)
         z = (1 - sig(dt)) * z + sig(dt) * np.tanh(n)
-        m = x @ W[3].T + z @ R[3].T + b[3]
-        return (1 - sig(du)) * y + sig(du) * np.tanh(m), z
+        return (1 - sig(du)) * y + sig(du) * np.tanh(x @ W[3].T + z @ R[3].T + b[3]), z
 
 
 class GRUODE(Published):
@@ -144,13 +138,11 @@ class GRUODE(Published):
 
     def numpy(self, x, h, W, R, b):
         r, z, _ = affine(x, h, W, R, b)
-        g = np.tanh(x @ W[2].T + (sig(r) * h) @ R[2].T + b[2])
-        return (h + 0.25 * (1 - sig(z)) * (g - h),)
+        return (h + 0.25 * (1 - sig(z)) * (np.tanh(x @ W[2].T + (sig(r) * h) @ R[2].T + b[2]) - h),)
 
 
 class AntisymmetricRNN(Published):
-    """Euler steps of a stable equation (Chang et al. 2019, arXiv 1902.09689): step 0.1, diffusion 0.2; its matrix is
-    computed of another one."""
+    """Euler steps of a stable equation (Chang et al. 2019, arXiv 1902.09689): step 0.1, diffusion 0.2."""
 
     name, states, shapes = "antisymmetric", ("h",), ONE
 

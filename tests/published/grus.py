@@ -1,7 +1,5 @@
 """GRUs with less, more or other gates."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 
@@ -10,7 +8,6 @@ from published.base import FOUR, THREE, TWO, Published, affine, relu, sig, sums
 
 
 def gated_by(h, R, gate, n):
-    """R_n (gate * h), on te tensors."""
     return product(pointwise(lambda b, j: gate[b, j] * h[b, j], h, "kept"), R, n)
 
 
@@ -27,8 +24,7 @@ class GRU1(Published):
             gates.append(pointwise(lambda b, j, rh=rh, n=n: te.sigmoid(rh[b, j] + v[n, j]), h))
         z, r = gates
         rh = gated_by(h, R, r, 2)
-        return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * te.tanh(
-            wx[b, j] + rh[b, j] + v[2, j]), h)]
+        return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * te.tanh(wx[b, j] + rh[b, j] + v[2, j]), h)]
 
     def numpy(self, x, h, W, R, b):
         z, r = (sig(h @ R[n].T + b[n]) for n in (0, 1))
@@ -79,8 +75,7 @@ class MGU2(Published):
         fh = product(h, R, 0)
         f = pointwise(lambda b, j: te.sigmoid(fh[b, j]), h)
         rh = gated_by(h, R, f, 1)
-        return [pointwise(lambda b, j: (1.0 - f[b, j]) * h[b, j] + f[b, j] * te.tanh(
-            wx[b, j] + rh[b, j] + v[0, j]), h)]
+        return [pointwise(lambda b, j: (1.0 - f[b, j]) * h[b, j] + f[b, j] * te.tanh(wx[b, j] + rh[b, j] + v[0, j]), h)]
 
     def numpy(self, x, h, W, R, b):
         f = sig(h @ R[0].T)
@@ -142,8 +137,7 @@ class MUT1(Published):
 
     def step(self, x, states, p):
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
-        rh = product(h, R, 0)
-        z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + v[0, j]), h)
+        rh, z = product(h, R, 0), pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + v[0, j]), h)
         r = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + rh[b, j] + v[1, j]), h)
         nh = gated_by(h, R, r, 1)
         return [pointwise(lambda b, j: te.tanh(nh[b, j] + te.tanh(x[b, j]) + v[2, j]) * z[b, j]

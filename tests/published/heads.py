@@ -1,7 +1,5 @@
 """Cells whose recurrent matrices have heads, blocks on their diagonals."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 
@@ -17,8 +15,6 @@ def each_head(h, blocks):
 
 
 class WithHeads(Published):
-    """``blocks``: how many matrices with heads each parameter has, beside those in ``shapes``."""
-
     hidden = 8
     heads = 2
     blocks: dict[str, int] = {}
@@ -37,10 +33,8 @@ class SLSTMHeads(WithHeads):
     def step(self, x, states, p):
         (h, c, n, m), wx, v = states, product(x, p["W"]), p["b"]
         rh = product(h, p["R"], heads=self.heads)
-
         def a(b, g, j):
             return wx[b, g, j] + rh[b, g, j] + v[g, j]
-
         # the logarithm of the forget gate, without overflow
         kept = pointwise(lambda b, j: tirx.min(a(b, 1, j), tirx.const(0.0, "float32"))
                          - te.log(1.0 + te.exp(0.0 - te.abs(a(b, 1, j)))) + m[b, j], h)
@@ -61,8 +55,7 @@ class SLSTMHeads(WithHeads):
 
 
 class BlockGRU(WithHeads):
-    """The block GRU of DreamerV3 (Hafner et al. 2023, arXiv 2301.04104): reset behind the product, update shifted by
-    one towards keeping the state."""
+    """The block GRU of DreamerV3 (Hafner et al. 2023, arXiv 2301.04104): reset behind the product."""
 
     name, states, heads = "block_gru", ("h",), 4
     shapes, blocks = {"W": (3, "I"), "b": (3,)}, {"R": 3}
@@ -70,10 +63,8 @@ class BlockGRU(WithHeads):
     def step(self, x, states, p):
         (h,), wx, v = states, product(x, p["W"]), p["b"]
         rh = product(h, p["R"], heads=self.heads)
-
         def a(b, g, j):
             return wx[b, g, j] + rh[b, g, j] + v[g, j]
-
         new = pointwise(lambda b, j: te.tanh(te.sigmoid(a(b, 0, j)) * a(b, 1, j)), h)
         z = pointwise(lambda b, j: te.sigmoid(a(b, 2, j) - 1.0), h)
         return [pointwise(lambda b, j: z[b, j] * new[b, j] + (1.0 - z[b, j]) * h[b, j], h)]
@@ -85,8 +76,7 @@ class BlockGRU(WithHeads):
 
 
 class DreamerCore(WithHeads):
-    """DreamerV3's whole sequence model with one hidden layer of H units: the state enters once as blocks, once as a
-    whole, and root mean squares go over all units (Hafner et al. 2023, arXiv 2301.04104)."""
+    """DreamerV3's whole sequence model with one hidden layer of H units (Hafner et al. 2023, arXiv 2301.04104)."""
 
     name, states, heads = "dreamer_core", ("h",), 2
     shapes, blocks = {"W": (1, "I"), "Q": (1, "H"), "v": (5,)}, {"S": 1, "R": 3}
@@ -94,7 +84,6 @@ class DreamerCore(WithHeads):
 
     def step(self, x, states, p):
         (h,), v = states, p["v"]
-
         def normal(value, gain):
             square = mean(pointwise(lambda b, j: value[b, j] * value[b, j], h))
             scaled = pointwise(lambda b, j: value[b, j] * te.rsqrt(square[b] + 1e-4) * v[gain, j], h)
@@ -113,7 +102,6 @@ class DreamerCore(WithHeads):
         def normal(value, gain):
             value = value / np.sqrt(np.square(value).mean(axis=1, keepdims=True) + 1e-4) * gain
             return value * sig(value)
-
         features = normal(h @ Q[0].T + v[2], v[0])
         deep = normal(each_head(h, S)[0] + features + x @ W[0].T, v[1])
         r, n, z = each_head(deep, R)

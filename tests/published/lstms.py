@@ -1,7 +1,5 @@
 """LSTMs with less, more or other gates."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 
@@ -142,8 +140,7 @@ class IndyLSTM(Published):
         return lstm(lambda b, g, j: wx[b, g, j] + u[g, j] * h[b, j] + v[g, j], c)
 
     def numpy(self, x, h, c, W, u, b):
-        given = (x @ w.T + u * h + b for w, u, b in zip(W, u, b, strict=True))
-        return lstm_formula(*given, c)
+        return lstm_formula(*(x @ w.T + u * h + b for w, u, b in zip(W, u, b, strict=True)), c)
 
 
 class SubLSTM(Published):
@@ -178,14 +175,12 @@ class NestedLSTM(Published):
 
     def numpy(self, x, h, c, d, W, R, b, P, Q, e):
         i, f, g, o = affine(x, h, W, R, b)
-        inner = affine(sig(i) * np.tanh(g), sig(f) * c, P, Q, e)
-        c, d = lstm_formula(*inner, d)
+        c, d = lstm_formula(*affine(sig(i) * np.tanh(g), sig(f) * c, P, Q, e), d)
         return sig(o) * np.tanh(c), c, d
 
 
 class PhasedLSTM(Published):
-    """Units that open in turns (Neil et al. 2016, arXiv 1610.09513), at whole steps of time; ``v`` are the period, the
-    shift and the share of the period that is open; a tenth leaks. Time is a state."""
+    """Units that open in turns (Neil et al. 2016, arXiv 1610.09513); ``v``: period, shift, share; time is a state."""
 
     name, states, shapes, ranges = "lstm_phased", ("h", "c", "t"), FOUR | {"v": (3,)}, {"v": (0.4, 5.0)}
     nonnegative = ("t",)
@@ -206,7 +201,6 @@ class PhasedLSTM(Published):
     def numpy(self, x, h, c, t, W, R, b, v):
         period, shift, share = v
         phase, share = np.mod((t - shift) / period, 1.0), share / 10
-        k = np.where(phase < share / 2, 2 * phase / share,
-                     np.where(phase < share, 2 - 2 * phase / share, 0.1 * phase))
+        k = np.where(phase < share / 2, 2 * phase / share, np.where(phase < share, 2 - 2 * phase / share, 0.1 * phase))
         out, full = lstm_formula(*affine(x, h, W, R, b), c)
         return k * out + (1 - k) * h, k * full + (1 - k) * c, t + 1

@@ -1,7 +1,5 @@
 """Cells that keep long memories beside what they show, are updated in turns, or have fixed weights."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 
@@ -42,8 +40,7 @@ class CFN(Published):
 
 
 class SCRN(Published):
-    """Structurally constrained: slow units beside fast ones (Mikolov et al. 2015, arXiv 1412.7753), alpha = 0.95; the
-    product of the slow ones is h's alone, y comes after it."""
+    """Structurally constrained: slow units beside fast ones (Mikolov et al. 2015, arXiv 1412.7753), alpha = 0.95."""
 
     name, states, shapes = "scrn", ("h", "s"), {"W": (2, "I"), "R": (2, "H")}
 
@@ -97,8 +94,7 @@ class EchoState(Published):
 
 
 class Clockwork(Published):
-    """Units with periods of their own (Koutnik et al. 2014, arXiv 1402.3511): ``v`` is log2 of the period. Time is a
-    state; that slow units do not see fast ones is for R, in zeros."""
+    """Units with periods of their own (Koutnik et al. 2014, arXiv 1402.3511): ``v`` is log2 of the period."""
 
     name, states, nonnegative = "clockwork", ("h", "t"), ("t",)
     shapes, ranges = ONE | {"v": (1,)}, {"v": (0.0, 3.0)}
@@ -111,13 +107,11 @@ class Clockwork(Published):
                 pointwise(lambda b, j: t[b, j] + 1.0, t)]
 
     def numpy(self, x, h, t, W, R, b, v):
-        due = np.mod(np.floor(t), 2 ** np.round(v[0])) == 0
-        return np.where(due, np.tanh(affine(x, h, W, R, b)[0]), h), t + 1
+        return np.where(np.mod(np.floor(t), 2 ** np.round(v[0])) == 0, np.tanh(affine(x, h, W, R, b)[0]), h), t + 1
 
 
 class SkipRNN(Published):
-    """Learns which steps to leave out (Campos et al. 2018, arXiv 1708.06834), of tanh units: the probability of an
-    update, one of a batch row, is in all units of ``u``."""
+    """Learns which steps to leave out (Campos et al. 2018, arXiv 1708.06834), of tanh units, by ``u``."""
 
     name, states, nonnegative, shapes = "skip_rnn", ("h", "u"), ("u",), ONE | {"v": (2,)}
 
@@ -139,8 +133,7 @@ class SkipRNN(Published):
 
 
 class LMU(Published):
-    """Legendre memory (Voelker et al. 2019): ``A`` and ``v`` are its system; what enters the memory is a value of each
-    unit here, and one for all, as in the paper, where the rows of E and Q are equal."""
+    """Legendre memory (Voelker et al. 2019): ``A`` and ``v`` are its system; a value of each unit enters it."""
 
     name, states = "lmu", ("h", "m")
     shapes = {"W": (1, "I"), "E": (1, "I"), "Q": (2, "H"), "A": (1, "H"), "R": (2, "H"), "v": (1,)}

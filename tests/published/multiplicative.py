@@ -1,7 +1,5 @@
 """Cells that multiply products, add them in other ways, or take several in a row."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te
 
@@ -82,11 +80,9 @@ class RHN(Published):
         (s,), wx, v = states, product(x, p["W"]), p["b"]
         for depth in range(3):
             rs = product(s, p["R"], [2 * depth, 2 * depth + 1])
-
             def a(b, g, j, rs=rs, depth=depth):
                 found = rs[b, g, j] + v[2 * depth + g, j]
                 return found + wx[b, g, j] if depth == 0 else found
-
             t = pointwise(lambda b, j, a=a: te.sigmoid(a(b, 1, j)), states[0])
             s = pointwise(lambda b, j, a=a, t=t, s=s: te.tanh(a(b, 0, j)) * t[b, j] + s[b, j] * (1.0 - t[b, j]), s)
         return [s]

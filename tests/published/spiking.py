@@ -1,7 +1,5 @@
 """Neurons that fire."""
 
-from __future__ import annotations
-
 import numpy as np
 from tvm import te, tirx
 
@@ -63,6 +61,5 @@ class EGRU(Published):
 
     def numpy(self, x, y, c, W, R, b, v):
         u, r, _ = affine(x, y, W, R, b)
-        z = np.tanh(x @ W[2].T + (sig(r) * y) @ R[2].T + b[2])
-        c = sig(u) * z + (1 - sig(u)) * c - y
+        c = sig(u) * np.tanh(x @ W[2].T + (sig(r) * y) @ R[2].T + b[2]) + (1 - sig(u)) * c - y
         return c * (c > v[0]), c

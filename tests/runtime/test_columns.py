@@ -1,7 +1,5 @@
 """Sequences laid end to end in columns: where they lie, calls of a layer with them, and packed sequences of PyTorch."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 from typing import Any
@@ -13,6 +11,7 @@ import runtime_sample as sample
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 import ecornn
 import ecornn.host_gpu
@@ -41,7 +40,6 @@ def layer(request: Any, monkeypatch: Any) -> Layer:
 
 
 def check(y: Any, after: Any, x: np.ndarray, state: Any) -> None:
-    """That y (T, H) and last states (H,) are those of one sequence x (T, 1, I) that begins with these states."""
     wanted, last = sample.expected(x, WEIGHTS, state)
     for found, exact in zip((y, *after), (wanted[:, 0], *(v[0] for v in last)), strict=True):
         assert relative_error(found, exact) <= 1e-6
@@ -105,8 +103,7 @@ def test_columns_that_wrap_around_are_full():
     ([3, 0], 2, ArgumentError), ([], 2, ShapeError), ([[1]], 1, ShapeError), ([1.5], 1, DTypeError),
     ([1], 0, ArgumentError)], ids=str)
 def test_what_cannot_be_laid(lengths: Any, width: int, error: type[Exception]):
-    with pytest.raises(error, match=r"lengths|width"):
-        Columns.of(lengths, width)
+    refused(error, r"lengths|width", Columns.of, lengths, width)
 
 
 @pytest.mark.parametrize(("table", "error"), [
@@ -118,8 +115,7 @@ def test_what_cannot_be_laid(lengths: Any, width: int, error: type[Exception]):
 def test_tables_that_are_refused(layer: Layer, table: Any, error: type[Exception]):
     x = sample.inputs(*np.shape(np.atleast_2d(table)))
     runs = sample.stat(layer.module.path, "runs")
-    with pytest.raises(error, match="sequences"):
-        layer(x, sequences=table)
+    refused(error, "sequences", layer, x, sequences=table)
     assert sample.stat(layer.module.path, "runs") == runs
 
 
@@ -210,8 +206,7 @@ def test_modules_without_say_how_to_have_them():
     ({"target": "cpu"}, ScheduleError, "one sequence after the other"),
     ({"layers": 2, "target": "sm_90a", "overlap": "wavefront"}, ArgumentError, r"overlap.*sequences")], ids=str)
 def test_what_is_refused_to_compile(options: dict[str, Any], kind: type[Exception], words: str):
-    with pytest.raises(kind, match=words):
-        ecornn.compile("lstm", hidden=8, sequences=True, **options)
+    refused(kind, words, ecornn.compile, "lstm", hidden=8, sequences=True, **options)
 
 
 @pytest.mark.parametrize("with_state", [False, True])
@@ -221,11 +216,9 @@ def test_packed_sequences_of_pytorch(with_state: bool):
     given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
     state = [torch.randn(len(LENGTHS), H) for _ in "hc"] if with_state else None
     layout = packed.laid(given.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch, layer.together)
-
     def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
         y, last = layer(x, state, **masks)
         return [y, *last]
-
     y, *after = layout.call(given.data, call)
     made = torch.nn.utils.rnn.PackedSequence(y, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
     found = torch.nn.utils.rnn.unpack_sequence(made)
@@ -235,13 +228,10 @@ def test_packed_sequences_of_pytorch(with_state: bool):
 
 
 def test_padding_by_one_gather():
-    """As PyTorch pads and packs; what it needs on the device is made with the first call."""
-    rows = [torch.randn(n, I) for n in LENGTHS]
-    given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+    given = torch.nn.utils.rnn.pack_sequence([torch.randn(n, I) for n in LENGTHS], enforce_sorted=False)
     wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(
         torch.nn.utils.rnn.PackedSequence(given.data, given.batch_sizes))
     layout, seen = packed.padded(given.batch_sizes.numpy().tobytes()), []
-
     def call(x: Any, masks: Any) -> list[Any]:
         assert torch.equal(masks["lengths"], lengths) and x.shape == wanted.shape
         inside = torch.arange(len(x))[:, None] < lengths
@@ -266,15 +256,12 @@ def test_a_table_is_copied_once(monkeypatch: Any):
 
 @pytest.mark.parametrize(("lengths", "width"), [
     ([50] * 32, None), ([100, *range(1, 32)], 16), (list(range(1, 33)), 16), ([9] * 8, None), ([9, *[1] * 15], None),
-    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, 32),
-    ([90] * 56 + [10] * 8, None)],
-    ids=str)
+    ([90] * 20 + [10] * 44, 32), ([90] * 40 + [10] * 24, 32), ([90] * 56 + [10] * 8, None)], ids=str)
 def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int | None):
     assert packed.columns_for(np.array(lengths)) == width
 
 
 def test_a_training_step_has_states_by_sequence():
-    """What both entries are called with, of S sequences: pointers to S rows of states, and to the table with marks."""
     said, states = sample.with_sequences(), ("state_in", "state_out", "dstate_out", "dstate_in")
     gradients = [Buffer.of("gradient", "float32", key) for key in ("W", "b")]
     made = [*(Buffer.of(tensor, "float32", s) for tensor in states for s in "hc"),
@@ -286,7 +273,6 @@ def test_a_training_step_has_states_by_sequence():
     layer = ecornn.load(sample.build(said)).bind(WEIGHTS, threads=1)
     columns, rng, calls = Columns.of([11] * 4, 3, 3), np.random.default_rng(0), dict[str, dict[str, Any]]()
     steps, width = columns.table.shape
-
     def array(pointer: int, kind: Any, *shape: int) -> Any:
         return np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(kind)), shape)
 
@@ -300,7 +286,6 @@ def test_a_training_step_has_states_by_sequence():
             for n, value in calls[name].items():
                 if buffers[n].role == "made":
                     value[:] = np.arange(4 * H).reshape(4, H) + len(n)
-
         return call
 
     layer.library = dataclasses.replace(layer.library, forward=entry("forward"), backward=entry("backward"))

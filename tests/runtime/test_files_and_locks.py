@@ -1,7 +1,4 @@
-"""Files on machines that go wrong: locks that a stopped process holds, for which others wait, and not for ever; a file
-system without locks; temporary folders in which nothing can be written, or from which nothing can be loaded."""
-
-from __future__ import annotations
+"""Files on machines that go wrong: locks of stopped processes, file systems without locks, folders without room."""
 
 import errno
 import fcntl
@@ -107,8 +104,7 @@ def test_who_waits_takes_what_a_third_process_has_made(root: Path, monkeypatch: 
 
 @pytest.mark.parametrize("write", [lambda path: log.append(path, RECORD), lambda path: log.rewrite(path, lambda _: [])],
                          ids=["append", "rewrite"])
-def test_a_log_that_a_stopped_process_holds_is_an_error(write: Callable[[Path], None], root: Path,
-                                                        monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_a_stopped_process_holds_is_an_error(write, root, monkeypatch):
     monkeypatch.setattr(log, "LIMIT", 0.3)
     path = root.parent / "log.jsonl"
     log.append(path, RECORD)
@@ -122,7 +118,6 @@ def test_a_log_that_a_stopped_process_holds_is_an_error(write: Callable[[Path], 
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(file: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
     monkeypatch.setattr(fcntl, "flock", missing)
 
 
@@ -137,8 +132,7 @@ def test_logs_are_written_without_locks(tmp_path: Path, without_locks: None):
     assert len(log.read(tmp_path / "log.jsonl").lines) == 2
 
 
-def test_a_living_run_keeps_its_folder_without_locks(tmp_path: Path, without_locks: None,
-                                                     monkeypatch: pytest.MonkeyPatch):
+def test_a_living_run_keeps_its_folder_without_locks(tmp_path, without_locks, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     alive = Scratch()
     os.utime(alive.name, (time.time() - 2 * YOUNG,) * 2)
@@ -197,12 +191,9 @@ def test_without_a_temporary_folder_tmpdir_is_named(call: Callable[[], Any], mon
 
 def test_a_folder_that_is_mounted_noexec_is_named(monkeypatch: pytest.MonkeyPatch):
     """The dynamic loader says "failed to map segment from shared object"."""
-    module = ecornn.compile("rnn_tanh", hidden=8, target="cpu")
-    content = module.path.read_bytes()
-
+    content = ecornn.compile("rnn_tanh", hidden=8, target="cpu").path.read_bytes()
     def refuse(path: str) -> None:
         raise RuntimeError(f"{path}: failed to map segment from shared object")
-
     monkeypatch.setattr("ecornn.runtime.library._modules", {})
     monkeypatch.setattr(tvm_ffi, "load_module", refuse)
     for flags, told in ((os.ST_NOEXEC, True), (0, False)):

@@ -7,8 +7,6 @@ many points it did, where no KeyboardInterrupt came of it, and after which of th
 real signal comes at the same points; in fifty thousand tries it came once at a bad one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -52,7 +50,6 @@ def test_in_another_thread_nothing_is_changed():
     def inside() -> object:
         with safe_interrupts(signal.SIGTERM):
             return signal.getsignal(signal.SIGTERM)
-
     with ThreadPoolExecutor() as threads:
         assert threads.submit(inside).result() is signal.SIG_DFL
 
@@ -68,10 +65,8 @@ def work(threads: ThreadPoolExecutor) -> None:
 
 
 def interrupted(point: int) -> tuple[str, bool]:
-    """Interrupts at a point. Returns ``raised``, ``lost``, or ``none`` where there is no such point; and True if the
-    executor's threads end."""
+    """``raised``, ``lost``, or ``none`` where there is no such point; and whether the executor's threads end."""
     left, threads, became = itertools.count(point, -1), ThreadPoolExecutor(2), "lost"
-
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if event != "line" and next(left) == 0:
             sys.settrace(None)

@@ -1,7 +1,4 @@
-"""The public face: what is imported, and when, also where there is no compiler; and nothing untyped leaves the package:
-an error of its own at each public function becomes an InternalError, one of a user's code stays what it is."""
-
-from __future__ import annotations
+"""The public face: what is imported, and when; and nothing untyped leaves the package."""
 
 import copy
 import inspect
@@ -41,7 +38,6 @@ LAYER = {"hidden": 8, "target": "cpu"}
 
 
 def fault(error: Exception) -> Callable[..., Any]:
-    """A function of the package, as it seems, that raises this."""
     there = {"__name__": "ecornn.somewhere", "error": error}
     exec(compile("def broken(*args, **kwargs): raise error", "somewhere.py", "exec"), there)
     return there["broken"]
@@ -63,7 +59,6 @@ def module() -> ecornn.Module:
 
 
 def spare(module: Any) -> Any:
-    """A layer whose attributes a test may change."""
     return module.bind(sample.weights())
 
 
@@ -167,7 +162,6 @@ def test_a_users_hook_within_a_call_of_ours_keeps_its_error():
     class Breaks(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return {}["his own"]
-
     with pytest.raises(KeyError, match="his own"):
         ecornn.torch.prepare(torch.nn.Sequential(Breaks(), ecornn.torch.LSTM(8, 8)), torch.zeros(2, 1, 8))
 
@@ -194,7 +188,6 @@ def is_public(function: Any) -> bool:
 
 
 def test_methods_that_users_call_are_boundaries():
-    """But those of calls that take microseconds, which are held by name above."""
     named = {ecornn.Module: ("bind", "save"), ecornn.Layer: ("forward", "kept_in", "backward", "repack"),
              ecornn.tune.Session: ("tune", "tune_layer", "tune_workload"), ecornn.onnx.OnnxLayer: ("__call__",)}
     for kind, names in named.items():
@@ -215,8 +208,7 @@ def test_every_public_function_is_a_boundary(place: str):
 
 def test_every_public_name_is_there():
     assert {"compile", "load", "reference", "pointwise", "product"} <= set(ecornn.__all__) <= set(dir(ecornn))
-    assert all(getattr(ecornn, name) is not None for name in ecornn.__all__)
-    assert ecornn.__version__ == version("ecornn")
+    assert all(getattr(ecornn, name) is not None for name in ecornn.__all__) and ecornn.__version__ == version("ecornn")
     assert ecornn.errors.ShapeError.__module__ == "ecornn.errors"
 
 
@@ -257,7 +249,6 @@ np.save(sys.argv[4], np.concatenate([first, second]))
 
 @pytest.fixture(scope="module")
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ecornn and those packages alone."""
     folder = tmp_path_factory.mktemp("packages")
     for package in PACKAGES:
         files = files_of(package)
@@ -280,7 +271,6 @@ except ecornn.errors.MissingPackageError as error:
 
 
 def test_what_is_missing_is_said(lonely: Path, tmp_path: Path):
-    """Not a traceback, of commands and of compile(), where the runtime alone is installed."""
     there = {"env": {"PATH": "", "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]}, "cwd": tmp_path,
              "capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, "-S", "-c", MISSING], **there)
@@ -292,7 +282,6 @@ def test_what_is_missing_is_said(lonely: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_module_runs_where_there_is_no_compiler(lonely: Path, tmp_path: Path):
-    """In an interpreter that sees that folder and the standard library, and no program."""
     ecornn.compile("lstm", hidden=40, input=24, batch=3, seq=8, target="cpu", out=tmp_path / "lstm.so")
     weights = random_weights("lstm", 24, 40)
     x = np.random.default_rng(2).standard_normal((8, 3, 24)).astype(np.float32)

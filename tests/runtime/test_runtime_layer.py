@@ -1,7 +1,5 @@
 """A layer's calls: values, states, frameworks, what is refused before anything runs; on a CPU, and as on a GPU."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import pytest
 import runtime_sample as sample
 import torch
 import tvm_ffi
+from refusals import refused
 
 import ecornn
 import ecornn.host_gpu
@@ -35,7 +34,6 @@ def layer() -> Layer:
 
 
 def at_once(layer: Layer, count: int, turns: int, steps: Callable[[int, int], int]) -> None:
-    """Calls from so many threads, ``turns`` in each, of T by thread and turn; some meet."""
     def calls(seed: int) -> None:
         for turn in range(turns):
             x = sample.inputs(steps(seed, turn), seed=seed)
@@ -66,8 +64,7 @@ def test_goes_on_where_the_last_call_stopped(layer: Layer):
     x = sample.inputs(9)
     _, state = layer(x[:4])
     kept = [s.copy() for s in state]
-    result = layer(x[4:], state)
-    agree(result, sample.expected(x[4:], WEIGHTS, kept))
+    agree(layer(x[4:], state), sample.expected(x[4:], WEIGHTS, kept))
     for before, now in zip(kept, state, strict=True):  # the caller's state is not written
         np.testing.assert_array_equal(before, now)
 
@@ -110,8 +107,7 @@ def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
 
 
 def test_the_workspace_is_kept(layer: Layer):
-    fresh = layer.module.bind(WEIGHTS)
-    places = set()
+    fresh, places = layer.module.bind(WEIGHTS), set()
     for steps in (9, 9, 2, 5, 9):
         fresh(sample.inputs(steps))
         places.add(sample.stat(layer.module.path, "workspace"))
@@ -127,8 +123,7 @@ def test_the_workspace_is_kept(layer: Layer):
     ({"x": np.broadcast_to(np.float32(0), (1 << 28, 4, I))}, ShapeError, "T up to"),
     ({"x": sample.inputs().astype(np.float64)}, DTypeError, "x.dtype='float64'"),
     ({"x": sample.inputs().astype(">f4")}, DTypeError, "x.dtype='>f4'"),
-    ({"x": sample.inputs().tolist()}, ArgumentError, "x=<class 'list'>"),
-    ({"x": None}, ArgumentError, "__dlpack__"),
+    ({"x": sample.inputs().tolist()}, ArgumentError, "x=<class 'list'>"), ({"x": None}, ArgumentError, "__dlpack__"),
     ({"state": np.zeros((2, BATCH, H), np.float32)}, ArgumentError, "state=<class 'numpy.ndarray'>"),
     ({"state": (np.zeros((BATCH, H), np.float32),)}, ShapeError, "len(state)=1"),
     ({"state": (np.zeros((BATCH, H), np.float32), np.zeros((1, H), np.float32))}, ShapeError, "state[1].shape=(1, 5)"),
@@ -139,22 +134,18 @@ def test_the_workspace_is_kept(layer: Layer):
     ({"out": np.zeros((6, BATCH, 2 * H), np.float32)[:, :, ::2]}, ArgumentError, "strided"),
     ({"out": np.zeros(6 * BATCH * H + 1, np.float32)[1:].reshape(6, BATCH, H)}, ArgumentError, "misaligned"),
     ({"out": np.frombuffer(bytes(6 * BATCH * H * 4), np.float32).reshape(6, BATCH, H)}, ArgumentError, "read-only"),
-    ({"out": [0.0]}, ArgumentError, "out=<class 'list'>"),
-])
-def test_bad_arguments_are_named_and_nothing_runs(layer: Layer, arguments: dict[str, Any], error: type[Exception],
-                                                  words: str):
+    ({"out": [0.0]}, ArgumentError, "out=<class 'list'>")])
+def test_bad_arguments_are_named_and_nothing_runs(layer, arguments, error, words):
     before = sample.stat(layer.module.path, "runs")
     with pytest.raises(error) as caught:
         layer(**({"x": sample.inputs()} | arguments))
-    assert words in str(caught.value)
-    assert sample.stat(layer.module.path, "runs") == before
+    assert words in str(caught.value) and sample.stat(layer.module.path, "runs") == before
 
 
 def test_out_must_not_be_memory_of_an_input(layer: Layer):
     memory = np.zeros(1 << 10, np.float32)
     x, out = memory[:6 * BATCH * I].reshape(6, BATCH, I), memory[64:64 + 6 * BATCH * H].reshape(6, BATCH, H)
-    with pytest.raises(ArgumentError, match="memory of x"):
-        layer(x, out=out)
+    refused(ArgumentError, "memory of x", layer, x, out=out)
     state = (memory[512:512 + BATCH * H].reshape(BATCH, H), np.zeros((BATCH, H), np.float32))
     out = memory[480:480 + 6 * BATCH * H].reshape(6, BATCH, H)
     with pytest.raises(ArgumentError, match="of a state"):
@@ -174,14 +165,12 @@ def test_bfloat16_numpy():
 @pytest.mark.parametrize("framework", [tvm_ffi.from_dlpack, torch.nn.Parameter], ids=["tvm_ffi", "torch"])
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 23), ("bfloat16", 8)])
 def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, bits: int):
-    """tvm_ffi.Tensor has __dlpack__ and from_dlpack, and bfloat16 on a CPU, which NumPy has not. Weights may be
-    parameters of a model; what comes out takes no gradients."""
+    """tvm_ffi.Tensor has bfloat16, which NumPy has not. Weights may be parameters; results take no gradients."""
     def foreign(array: np.ndarray) -> Any:
         return framework(torch.from_numpy(array).to(getattr(torch, dtype)))
 
     def numpy(tensor: Any) -> np.ndarray:
         return torch.from_dlpack(tensor.detach() if isinstance(tensor, torch.Tensor) else tensor).double().numpy()
-
     given = {name: foreign(value) for name, value in WEIGHTS.items()}
     layer = ecornn.load(sample.build(sample.manifest(dtype=dtype))).bind(given)
     rounded, x, out = {name: numpy(value) for name, value in given.items()}, *map(
@@ -191,8 +180,7 @@ def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, 
         again, last = layer(x, state, out=out)
     states = [numpy(s) for s in state]
     assert {type(t) for t in (y, *state)} == {torch.Tensor if framework is torch.nn.Parameter else type(x)}
-    assert again is out
-    assert not any(getattr(t, "requires_grad", False) for t in (y, *state, *last))
+    assert again is out and not any(getattr(t, "requires_grad", False) for t in (y, *state, *last))
     agree((numpy(y), states), sample.expected(numpy(x), rounded), bits)
     agree((numpy(out), map(numpy, last)), sample.expected(numpy(x), rounded, states), bits)
     with pytest.raises(ArgumentError, match=r"state\[0\]"), torch.no_grad():
@@ -202,8 +190,7 @@ def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, 
 @pytest.mark.parametrize(("first", "kind"), [("import tvm.runtime", "tvm.runtime.tensor"),
                                              ("sys.modules['torch'] = None", "np.asarray")], ids=["TVM", "no torch"])
 def test_frameworks_of_another_process(first: str, kind: str):
-    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported: its from_dlpack is below the top package.
-    And nothing of the runtime asks for torch, which tvm_ffi tries to import by itself."""
+    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported. Nothing of the runtime asks for torch."""
     code = f"""
 import sys
 {first}
@@ -220,8 +207,6 @@ assert np.from_dlpack(y)[0, 0, 0] == {I + 1}
 
 
 class Bare:
-    """An array of a framework that hands arrays over, and takes none."""
-
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
 
@@ -245,11 +230,9 @@ def test_results_for_frameworks_that_take_no_arrays_keep_their_memory(layer: Lay
 
 
 def test_memory_handed_to_another_framework_outlives_everything():
-    layer = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
-    held = len(dlpack._exports)
+    layer, held = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS), len(dlpack._exports)
     y, state = layer(tvm_ffi.from_dlpack(torch.from_numpy(sample.inputs(5))))
-    wanted = sample.expected(sample.inputs(5), WEIGHTS)
-    y = torch.from_dlpack(y)
+    wanted, y = sample.expected(sample.inputs(5), WEIGHTS), torch.from_dlpack(y)
     del layer, state
     np.zeros(1 << 16)  # would take the memory if it had been freed
     np.testing.assert_allclose(y.numpy(), wanted[0], rtol=2.0**-23)
@@ -259,7 +242,6 @@ def test_memory_handed_to_another_framework_outlives_everything():
 
 
 def test_a_contiguous_aligned_tensor_is_not_copied(layer: Layer, monkeypatch: pytest.MonkeyPatch):
-    """The pointers that reach the module are the tensors' own; others are copies."""
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(layer, "_run", lambda *a: seen.append(a))
     x, state, out = torch.zeros(6, BATCH, I), (torch.zeros(BATCH, H), torch.zeros(BATCH, H)), torch.zeros(6, BATCH, H)
@@ -284,14 +266,12 @@ def test_strided_and_misaligned_tensors(layer: Layer):
 
 
 def test_negated_views():
-    """Memory that torch reads with the other sign, as the imaginary part of a conjugate."""
     x, weights = torch.from_numpy(sample.inputs()), {n: torch.from_numpy(v) for n, v in WEIGHTS.items()}
     state = torch.rand(BATCH, H), torch.rand(BATCH, H)
     layer = ecornn.load(sample.build(sample.manifest())).bind({n: torch._neg_view(-v) for n, v in weights.items()})
     result = layer(torch._neg_view(-x), tuple(torch._neg_view(-s) for s in state))
     agree(result, sample.expected(sample.inputs(), WEIGHTS, [s.numpy() for s in state]))
-    with pytest.raises(ArgumentError, match="out="):
-        layer(x, out=torch._neg_view(torch.zeros(len(x), BATCH, H)))
+    refused(ArgumentError, "out=", layer, x, out=torch._neg_view(torch.zeros(len(x), BATCH, H)))
 
 
 def test_tensors_that_are_refused(layer: Layer):
@@ -301,8 +281,7 @@ def test_tensors_that_are_refused(layer: Layer):
             (DTypeError, r"x\.dtype='float64'", x.double()),
             (DeviceError, r"x\.device='meta'", x.to("meta")), (ArgumentError, r"x\.layout", x.to_sparse()),
             (ArgumentError, r"state\[0\]=<class 'numpy.ndarray'>", x, (np.zeros((BATCH, H), np.float32),) * 2)):
-        with pytest.raises(kind, match=words):
-            layer(*given)
+        refused(kind, words, layer, *given)
     with torch.no_grad():
         agree(layer(x.clone().requires_grad_()), sample.expected(sample.inputs(), WEIGHTS))
 
@@ -318,7 +297,6 @@ NEW = pytest.mark.filterwarnings("ignore:.*(beta state|prototype|deprecated|the 
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """As parameters are that are gathered for a call alone: its shape is there, its memory is not."""
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -352,8 +330,7 @@ KINDS: dict[str, Any] = {
 def test_weights_without_elements(layer: Layer, kind: str, name: str):
     given = {n: torch.from_numpy(v) for n, v in WEIGHTS.items()}
     given[name] = KINDS[kind](given[name])
-    with pytest.raises((ArgumentError, DTypeError), match=name):
-        layer.module.bind(given)
+    refused((ArgumentError, DTypeError), name, layer.module.bind, given)
 
 
 @NEW
@@ -400,8 +377,7 @@ def test_numpy_goes_by_copies_and_waits(module: Module):
     copies, waits = sample.stat(module.path, "copies"), sample.stat(module.path, "synchronized")
     y, state = layer(x)
     assert sample.stat(module.path, "copies") == copies + 4  # x to the device; y, h, c back
-    assert sample.stat(module.path, "synchronized") == waits + 1
-    assert sample.stat(module.path, "queue") == 0
+    assert sample.stat(module.path, "synchronized") == waits + 1 and sample.stat(module.path, "queue") == 0
     agree((y, state), sample.expected(x, WEIGHTS))
     again = layer(x, state, out=np.empty_like(y))[0]
     np.testing.assert_allclose(again, sample.expected(x, WEIGHTS, state)[0], rtol=2.0**-23)
@@ -423,7 +399,6 @@ def test_threads_do_not_share_device_memory(module: Module):
 
 
 def on_device(module: Module, array: np.ndarray, number: int = 0) -> Block:
-    """A foreign array on the "device", as another framework would hand it over by DLPack."""
     memory = DeviceMemory(module.library, number, array.nbytes)
     block = Block(memory, array.shape, str(array.dtype), (CUDA, number))
     block.bits()[...] = array.view(np.uint32)
@@ -436,8 +411,7 @@ def host(block: Block) -> np.ndarray:
 
 def test_device_arrays_are_not_copied(module: Module):
     layer = module.bind({name: on_device(module, value) for name, value in WEIGHTS.items()})
-    x = sample.inputs(7)
-    copies = sample.stat(module.path, "copies")
+    x, copies = sample.inputs(7), sample.stat(module.path, "copies")
     y, state = layer(on_device(module, x))
     y2, _ = layer(on_device(module, x), state)
     assert sample.stat(module.path, "copies") == copies
@@ -478,5 +452,4 @@ def test_wrong_places(module: Module):
             (ArgumentError, r"threads=2 .* runs on a GPU", lambda: module.bind(WEIGHTS, threads=2)),
             (DeviceError, r"x.device='cuda:0' .* cpu", lambda: cpu(on_device(module, sample.inputs()))),
             (DeviceError, r"x.device='cpu' .* cuda:0", lambda: layer(torch.from_numpy(sample.inputs())))):
-        with pytest.raises(kind, match=words):
-            call()
+        refused(kind, words, call)

@@ -1,7 +1,5 @@
 """Module files: what loads, what is refused and why, saving, formats, and the check of the machine."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 import runtime_sample as sample
 import tvm_ffi
+from refusals import refused
 from soak import in_use
 from tvm_ffi import libinfo
 
@@ -53,8 +52,7 @@ def test_save_replaces_a_file_that_is_in_use(module: Module, tmp_path: Path):
     first, x = ecornn.load(path).bind(WEIGHTS), sample.inputs()
     replaced(provenance="another").save(str(path))
     np.testing.assert_allclose(first(x)[0], sample.expected(x, WEIGHTS)[0], rtol=2.0**-23)
-    assert ecornn.load(path).manifest.provenance == "another"
-    assert [p.name for p in tmp_path.iterdir()] == ["copy.so"]
+    assert ecornn.load(path).manifest.provenance == "another" and [p.name for p in tmp_path.iterdir()] == ["copy.so"]
 
 
 def test_copies_and_pickles(module: Module, tmp_path: Path):
@@ -67,8 +65,7 @@ def test_copies_and_pickles(module: Module, tmp_path: Path):
     again = pickle.loads(content)
     np.testing.assert_array_equal(again.bind(WEIGHTS)(x)[0], module.bind(WEIGHTS)(x)[0])
     for keep in (pickle.dumps, lambda one: one.save(tmp_path / "again.so")):
-        with pytest.raises(ModuleError, match="is gone"):
-            keep(one)
+        refused(ModuleError, "is gone", keep, one)
     one.bind(WEIGHTS)(x)  # what is loaded stays loaded
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(CopyError, match=r"copy or pickle layer\.module, and bind it"):
@@ -129,8 +126,7 @@ def test_one_bit_that_is_not_as_it_was(module: Module, tmp_path: Path, monkeypat
 
 
 def test_files_that_are_no_modules(module: Module, tmp_path: Path):
-    """Not there, of other kinds, of other libraries, zeros at the end, stripped, and cut where headers and tables are
-    whole, but not what they say."""
+    """Not there, of other kinds, stripped, and cut where headers and tables are whole, but not what they say."""
     missing, pipe, text, zeros, stripped, cut = (
         tmp_path / f"{name}.so" for name in ("missing", "pipe", "text", "zeros", "stripped", "cut"))
     os.mkfifo(pipe)
@@ -147,8 +143,7 @@ def test_files_that_are_no_modules(module: Module, tmp_path: Path):
              zeros: "its checksum is missing", cut: "shorter than its header says",
              stripped: r"stripped\.so is damaged, or was changed after it was compiled"}
     for path, words in cases.items():
-        with pytest.raises(ModuleError, match=words):
-            ecornn.load(path)
+        refused(ModuleError, words, ecornn.load, path)
 
 
 OTHER, COMPILE = "not a module of this version", rf"of format {{}}, and {FORMAT} is read; compile the layer again"
@@ -159,7 +154,6 @@ OTHER, COMPILE = "not a module of this version", rf"of format {{}}, and {FORMAT}
     ({"format": "2"}, OTHER), ({"format": None}, OTHER), ({"buffers": 1}, OTHER), ({"entries": None}, OTHER),
     *(({"format": found}, COMPILE.format(found)) for found in (0, 1, FORMAT - 1, FORMAT + 1, -1))], ids=str)
 def test_other_manifests(change: str | dict[str, Any], words: str):
-    """Texts, and fields of a manifest that are changed or added."""
     text = change if isinstance(change, str) else msgspec.json.encode(
         msgspec.to_builtins(sample.manifest()) | change).decode()
     with pytest.raises(ModuleError, match=words):
@@ -187,12 +181,10 @@ def test_features_in_either_spelling(monkeypatch: pytest.MonkeyPatch):
 def test_gpu_modules_need_their_gpu(monkeypatch: pytest.MonkeyPatch):
     module = replaced(device=sample.GPU)
     monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: None)
-    with pytest.raises(DeviceError, match=r"device=3 is not allowed.*sm_90a"):
-        module.bind(WEIGHTS, 3)
+    refused(DeviceError, r"device=3 is not allowed.*sm_90a", module.bind, WEIGHTS, 3)
     other = msgspec.structs.replace(sample.GPU, arch="sm_80", name="another GPU")
     monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: other)
-    with pytest.raises(ModuleError, match=r"compiled for sm_90a .* GPU 0 is a another GPU, sm_80"):
-        module.bind(WEIGHTS)
+    refused(ModuleError, r"compiled for sm_90a .* GPU 0 is a another GPU, sm_80", module.bind, WEIGHTS)
 
 
 @pytest.mark.parametrize(("arguments", "error"), [
@@ -213,8 +205,7 @@ def test_weights_are_checked(module: Module):
             (DTypeError, r"weights\['bias_l0'\].dtype='int64'", {"weight_l0": w, "bias_l0": b.astype(np.int64)}),
             (ArgumentError, r"weights\['bias_l0'\]=<class 'list'>", {"weight_l0": w, "bias_l0": b.tolist()}),
             (ArgumentError, "a dict of arrays", [w, b])):
-        with pytest.raises(kind, match=words):
-            module.bind(weights)
+        refused(kind, words, module.bind, weights)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "longdouble"])
@@ -259,11 +250,9 @@ def test_the_longest_sequence_fits_int32():
     """One more step, and a buffer has elements that an int32 cannot count."""
     said = sample.manifest()
     work, limit = said.workload, said.longest
-
     def largest(steps: int) -> int:
         extents = [b.extent.at(steps) for b in said.buffers]
         return max(*extents, steps * work.batch * work.input, steps * work.batch * work.hidden)
-
     assert largest(limit) < 2**31 <= largest(limit + 1)
 
 

@@ -1,7 +1,4 @@
-"""Packing of weights: every element is where the packing says, the rest is zero, rounding is right; and what a module's
-own C interface packs is that, to the bit."""
-
-from __future__ import annotations
+"""Packing of weights: every element is where the packing says, rounding is right; the C interface's, to the bit."""
 
 import ctypes
 import subprocess
@@ -39,7 +36,6 @@ from ecornn.workload import Workload
 
 @st.composite
 def packings(draw: Any) -> tuple[Packing, dict[str, np.ndarray]]:
-    """A packing of one or two parameters with G gates of (H, K) or (H,), each element distinct; or of whole ones."""
     gates, part = draw(st.integers(1, 4)), tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
     names = draw(st.lists(st.sampled_from(["weight_ih", "weight_hh"]), min_size=1, max_size=2, unique=True))
     size = gates * prod(part)
@@ -80,7 +76,6 @@ def test_packing_is_invertible_and_pads_with_zeros(case: tuple[Packing, dict[str
 
 
 def test_a_packing_by_hand():
-    """(gate, H, K) as (tile of H, K, gate, lane): what a vector load of two units wants."""
     weights = {"w": np.arange(2 * 3 * 2, dtype=np.float32).reshape(2, 3, 2)}
     packing = Packing((("w", 0), ("w", 1)), (2, 4, 2), (2, 2, 2, 2), (1, 3, 0, 2), "float32")
     wanted = [[[[0, 2], [6, 8]], [[1, 3], [7, 9]]], [[[4, 0], [10, 0]], [[5, 0], [11, 0]]]]
@@ -109,7 +104,6 @@ def test_tf32_is_the_nearest_and_away_from_zero_in_ties(bits: list[int]):
 
 @given(FLOATS)
 def test_bfloat16_as_torch_rounds(bits: list[int]):
-    """To the nearest, and even in ties."""
     values = np.array(bits + [b & 0xFFFF0000 | 0x8000 for b in bits], np.uint32).view(np.float32)
     got = torch.from_numpy(bfloat16_bits(values).view(np.int16)).view(torch.bfloat16)
     wanted = torch.from_numpy(values).bfloat16()
@@ -127,8 +121,7 @@ def test_every_float16_and_the_ends_of_ranges():
 
 
 @pytest.mark.parametrize("rounded", [None, "int8"])
-def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                           rounded: str | None):
+def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path, monkeypatch, rounded):
     """Where the module's kernel cannot pack, as 8-bit integers, they are copied to the host."""
     cell, schedule = get("gru"), all_schedules()["persistent"]
     task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16", rounded), resolve("sm_90a"))
@@ -138,7 +131,6 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monke
     rng = np.random.default_rng(0)
     host = {p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters}
     tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
-
     def bound(given: dict[str, Any]) -> list[bytes]:
         made = PackedWeights(manifest, gpu.library, given, 0, None)
         assert not any(gpu.content(made.zeros(1)))
@@ -163,7 +155,6 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monke
 @pytest.mark.parametrize("cell, hidden, input", [("lstm", 19, 7), ("gru_reset_before", 19, 7), ("indrnn", 19, 7),
                                                  ("gru", 72, 150)])  # the last one: several blocks of rows and columns
 def test_weights_are_packed_again_where_they_were(cell: str, hidden: int, input: int):
-    """Bit for bit as another layer has them, all or some."""
     module = ecornn.compile(cell, hidden=hidden, input=input, batch=3, seq=4, training=True, target="cpu")
     rng = np.random.default_rng(0)
     first, second = ({p.name: rng.standard_normal(p.shape).astype(np.float32) for p in module.manifest.parameters}
@@ -197,7 +188,6 @@ PACKINGS = [*(Packing(dtype=kind, **case) for kind, case in CASES.items()), Pack
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """c_pack_sample.cc."""
     from tvm_ffi import libinfo
 
     out = tmp_path_factory.mktemp("pack") / "pack.so"
@@ -211,14 +201,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def packed_by_code(library: Any, tables: bytes, values: Iterable[np.ndarray], number: int, out: np.ndarray) -> int:
-    """What c_pack.h makes of float weights by the packing of that number; returns its bytes."""
     library.pack.restype, values = ctypes.c_int64, [*values]
     data = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
     return library.pack(tables, data, 2, 8 * values[0].itemsize, number, ctypes.c_void_p(out.ctypes.data))
 
 
 def weights(kind: str) -> dict[str, np.ndarray]:
-    """Of several magnitudes, with a row of zeros, ties, subnormal numbers of float16, and what that cannot hold."""
     rng = np.random.default_rng(7)
     made = rng.standard_normal((G, H, K)) * 10.0 ** rng.integers(-6, 3, (G, H, K))
     made[0, 1] = 0

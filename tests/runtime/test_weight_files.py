@@ -1,7 +1,5 @@
 """Weights from safetensors files and PyTorch checkpoints, and the command line that takes them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -26,7 +24,6 @@ I, H = 5, 12
 
 
 def said(*words: str | Path | int, code: int = 0) -> str:
-    """What the command says, which ends with ``code``."""
     done = CliRunner().invoke(command, [*map(str, words)])
     assert done.exit_code == code, done.output
     return done.output
@@ -97,8 +94,7 @@ def test_sizes_must_agree_with_the_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("package", ["onnx", "safetensors"])
-def test_a_package_that_is_missing_is_named_before_anything_is_built(package: str, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch):
+def test_a_package_that_is_missing_is_named_before_anything_is_built(package, tmp_path, monkeypatch):
     model = tmp_path / "model.onnx"
     model.write_bytes(b"no model")
     monkeypatch.setitem(sys.modules, package, None)
@@ -182,7 +178,6 @@ def test_a_checkpoint_that_holds_itself(tmp_path: Path):
 
 
 def test_damage_is_named(tmp_path: Path):
-    """Whatever is wrong with a file is an error of ours, or does not matter to these tensors."""
     weights = {name: torch.from_numpy(w) for name, w in random_weights("gru", I, H).items()}
     torch.save(weights, tmp_path / "a.pt")
     save_file(weights, tmp_path / "a.safetensors")
@@ -205,7 +200,6 @@ LAYER = {"weight_ih_l0": (4 * H, I), "weight_hh_l0": (4 * H, H), "bias_ih_l0": (
 
 
 def tensors(value: float) -> dict[str, Any]:
-    """Weights of a model with a layer ``rnn``."""
     layer = {f"rnn.{name}": torch.full(shape, value) for name, shape in LAYER.items()}
     return layer | {"head.weight": torch.full((2, H), value)}
 

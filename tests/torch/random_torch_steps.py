@@ -3,8 +3,6 @@
 ``draw(seed)`` makes a module and says how :func:`ecornn.torch.cell` is called for it, and what must come of it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +19,7 @@ CAPTURED, REFUSED, EITHER = "captured", "refused", "either"
 
 @dataclass
 class Drawn:
-    """A module, the arguments of ``cell()``, and whether it is ``captured``, ``refused``, or ``either``, since it has
-    what no cell can have; ``words`` are its lines."""
+    """A module, the arguments of ``cell()``, whether it is ``captured``, ``refused`` or ``either``, and its lines."""
 
     module: nn.Module
     options: dict[str, Any]
@@ -36,8 +33,6 @@ class Drawn:
 
 
 class Step(nn.Module):
-    """Carries out lines: (name, function of the module and of the values so far)."""
-
     def __init__(self, I: int, H: int, together: bool) -> None:
         super().__init__()
         self.input_size, self.hidden_size, self.together = I, H, together
@@ -75,7 +70,6 @@ class Tuple(Step):
 
 
 def draw(seed: int) -> Drawn:
-    """The step of a seed, the same each time."""
     r = random.Random(seed)
     torch.manual_seed(seed)
     H = r.choice([5, 6, 7, 8])
@@ -90,8 +84,6 @@ def draw(seed: int) -> Drawn:
 
 
 class Writer:
-    """Draws the lines of a step."""
-
     def __init__(self, r: random.Random, I: int, H: int) -> None:
         self.r, self.I, self.H = r, I, H
         kind = r.choice([One, Two, Tuple, Three])
@@ -118,7 +110,6 @@ class Writer:
             picked[-1] = r.choice(self.full)
         shown = r.random() < 0.25
         form = r.choice(["flat", "nested"]) if self.count > 1 or shown else "flat"
-
         def returned(m, states, v):
             after = [v[n] for n in picked]
             if shown:
@@ -138,7 +129,6 @@ class Writer:
 
     # -- helpers ------------------------------------------------------------------------------------
     def line(self, words: str, function: Callable[[Any, list[Any]], Any], made: int = 1) -> None:
-        """A line that makes ``made`` values (B, H)."""
         self.module.lines.append((words, function))
         self.words.append(words)
         self.full += range(self.values, self.values + made)
@@ -147,7 +137,6 @@ class Writer:
         self.values += made
 
     def any(self, multiplied: bool = False) -> int:
-        """One of the last values; one that is ``multiplied`` mostly depends on a state."""
         last = [n for n in self.full if not multiplied or n not in self.of_x or self.r.random() < 0.1][-4:]
         return self.r.choice(last)
 
@@ -309,12 +298,10 @@ class Writer:
             ("slice", lambda p, q: p[:].mul_(c))]
         words, how = r.choice(statements)
         copied = a if r.random() < 0.4 and a >= self.count else None  # one that lines above made, itself
-
         def line(m: Any, v: list[Any]) -> Any:
             p, q = (v[a] * 1.0 if copied is None else v[a]), v[b] * 1.0
             how(p, q)  # a statement: what it returns is dropped
             return p
-
         self.line(f"{words}({a}, {b}, {c})" + (" of a copy" if copied is None else ""), line)
 
     def vector(self) -> None:

@@ -1,8 +1,4 @@
-"""What PyTorch tests of gradients of RNN, LSTM and GRU (its test_autograd.py, test_nn.py), and of modules in its tools
-(hooks, pruning, parametrizations, averaging, exporters), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by
-intent, with what differs and why."""
-
-from __future__ import annotations
+"""PyTorch's tests of gradients of RNN, LSTM and GRU, and of modules in its tools; docs/PYTORCH_CASES.md lists them."""
 
 import copy
 import gc
@@ -34,11 +30,9 @@ DEEP = {"num_layers": 2, "bidirectional": True}
 
 
 def test_rnn_retain_variables(name: str):
-    """test_rnn_retain_variables: a graph that is kept gives the same gradients again, and adds them; one that is not is
-    PyTorch's error."""
+    """test_rnn_retain_variables: a graph that is kept gives the same gradients again; another is PyTorch's error."""
     _, ours, x = case(name)
-    y = ours(x.requires_grad_())[0].square().sum()
-    leaves = [x, *ours.parameters()]
+    y, leaves = ours(x.requires_grad_())[0].square().sum(), [x, *ours.parameters()]
     y.backward(retain_graph=True)
     first = [leaf.grad.clone() for leaf in leaves]
     for times in (2, 3):
@@ -69,7 +63,6 @@ def test_writes_to_last_states(name: str, options: dict[str, Any]):
             state.mul_(2 + number).add_(1)
         (y.sum() + sum(s.square().sum() for s in flat(after))).backward()
         return [w.grad for w in layer.parameters()]
-
     write(name)
 
 
@@ -97,7 +90,6 @@ def test_checkpoints(layer: Any, x: torch.Tensor, reentrant: bool):
 @pytest.mark.parametrize("cut", [False, True])
 @of_both()
 def test_states_from_call_to_call(layer: Any, x: torch.Tensor, cut: bool):
-    """Backpropagation through several calls, and truncated: with states detached in between."""
     state, loss = None, 0.0
     for scale in (1, -2, 0.5):
         y, state = layer(scale * x, state)
@@ -130,7 +122,6 @@ def test_inference_tensors(name: str):
 
 @pytest.mark.parametrize("frozen", ["all but a bias", "recurrent weights", "all but x", "all but a state"])
 def test_frozen_weights(name: str, frozen: str):
-    """Parameters that take no gradient get none, the others the same."""
     theirs, ours, x = case(name)
     hx, made = flat(states(name, 1)), []
     for layer, kind in ((theirs, torch.float64), (ours, torch.float32)):
@@ -166,8 +157,7 @@ def test_under_other_settings(name: str, settings: str):
 @of_both()
 def test_a_copy_in_the_middle_of_training(layer: Any, x: torch.Tensor):
     """A deep copy between forward and backward is a layer of its own: neither sees the other's weights."""
-    loss = layer(x)[0].square().sum()
-    other = copy.deepcopy(layer)
+    loss, other = layer(x)[0].square().sum(), copy.deepcopy(layer)
     with torch.no_grad():
         other.weight_hh_l0.mul_(0.5)
     loss.backward()
@@ -180,10 +170,8 @@ def test_hooks(name: str):
     """test_module_hooks: forward and backward hooks see what torch.nn's layer shows them, in the same order."""
     theirs, ours, x = case(name)
     made = []
-
     def shapes(values: Any) -> list[Any]:
         return [None if v is None else tuple(v.shape) for v in values]
-
     for layer, given in ((theirs, x.double()), (ours, x)):
         seen: list[Any] = []
         handles = [
@@ -214,13 +202,10 @@ def test_hooks_that_change_what_they_see(layer: Any, x: torch.Tensor):
 
 @of_both(limit=1e-4)  # of two steps, which multiply the error of a gradient
 def test_hooks_of_tensors(layer: Any, x: torch.Tensor):
-    """Of parameters, of results, and after accumulation: an optimizer within the backward pass."""
     optimizers = {w: torch.optim.SGD([w], lr=0.1) for w in layer.parameters()}
-
     def step(weight: Any) -> None:
         optimizers[weight].step()
         weight.grad = None
-
     for weight in layer.parameters():
         weight.register_hook(lambda g: 2 * g)
         weight.register_post_accumulate_grad_hook(step)
@@ -294,9 +279,7 @@ def test_averaged_models(layer: Any, x: torch.Tensor):
 
 @of_both(limit=1e-4)
 def test_lbfgs_and_vectors_of_parameters(layer: Any, x: torch.Tensor):
-    """Optimizers that call the model again and again; parameters_to_vector and back."""
     optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
-
     def closure() -> Any:
         optimizer.zero_grad()
         loss = layer(x)[0].square().sum()
@@ -313,8 +296,7 @@ def test_lbfgs_and_vectors_of_parameters(layer: Any, x: torch.Tensor):
 @pytest.mark.parametrize("how", ["torch.jit.trace", "ONNX"])
 @pytest.mark.filterwarnings("ignore")
 def test_exporters_that_trace(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
-    """test_trace, test_lstm of the ONNX exporter. Differs: they record PyTorch's operators, so its own layer runs, and
-    says so; the graph is the one that it would be."""
+    """test_trace, test_lstm of the ONNX exporter. Differs: they record PyTorch's operators: its own layer runs."""
     theirs, ours, x = case(name, batch_first=True)
     theirs.float().eval()
     made = []
@@ -369,8 +351,7 @@ def test_the_exporter_to_onnx_that_captures(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strict", [True, False])
 def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatch):
-    """Layers under ECORNN_STRICT, and cells that PyTorch lacks. Its last attempt is by torch._dynamo, where it must be
-    known, too, that an export runs."""
+    """Layers under ECORNN_STRICT, and cells that PyTorch lacks, also in its last attempt by torch._dynamo."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
     monkeypatch.setenv("ECORNN_STRICT", str(int(strict)))
     layer = ecornn.torch.LSTM(I, H) if strict else ecornn.torch.Recurrent("indrnn", I, H)
@@ -382,8 +363,7 @@ def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "GRUCell"])
 def test_quantize_dynamic(name: str):
-    """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is, which
-    warns; restore() before, or the layer's name, as for all that makes other layers of PyTorch's."""
+    """test_quantized RNNs. Differs: a replaced layer is left as it is, with a warning; restore() before."""
     from torch.ao.quantization import default_dynamic_qconfig, quantize_dynamic
 
     kind = getattr(torch.nn, name)
@@ -400,13 +380,11 @@ def test_quantize_dynamic(name: str):
         assert isinstance(model[0], getattr(ecornn.torch, name))
         ecornn.torch.restore(model)
         for found in (by_name, quantize_dynamic(model, {kind}, dtype=torch.qint8)):
-            assert type(found[0]) is type(wanted[0]) is not kind
-            assert torch.equal(flat(found(x))[0], flat(wanted(x))[0])
+            assert type(found[0]) is type(wanted[0]) is not kind and torch.equal(flat(found(x))[0], flat(wanted(x))[0])
 
 
 def test_per_sample_gradients():
-    """test_expanded_weights. Differs: its weights answer to PyTorch's operators alone; torch.func's vmap of grad has
-    the same for a layer of ours (``test_torch_training.py``)."""
+    """test_expanded_weights. Differs: its weights are PyTorch's alone; vmap of grad does the same for ours."""
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
     layer = ecornn.torch.GRU(I, H, batch_first=True)

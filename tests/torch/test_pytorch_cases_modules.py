@@ -1,8 +1,4 @@
-"""What PyTorch tests of every module (its test_modules.py and common_modules.py) and of packed sequences (its
-nn/test_packed_sequence.py), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by intent, with what differs
-and why."""
-
-from __future__ import annotations
+"""PyTorch's tests of every module and of packed sequences; docs/PYTORCH_CASES.md lists them, and what differs."""
 
 import itertools
 from typing import Any
@@ -80,7 +76,6 @@ def test_save_load_and_pickle(name: str, how: str):
 
 
 def gaps(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values, not one after the other."""
     if how == "interleaved":
         return torch.stack((torch.full_like(tensor, torch.nan), tensor), -1)[..., 1]
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
@@ -109,10 +104,8 @@ def test_gradgrad(name: str):
     """test_gradgrad. Differs: gradients of gradients are refused, with the way out, as cuDNN refuses them."""
     theirs, ours, x = case(name)
     exact = x.double().requires_grad_()
-
     def first(layer: Any, x: Any) -> Any:
         return torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)[0]
-
     found, wanted = first(ours, x.requires_grad_()), first(theirs, exact)
     close(found, wanted, BACKWARD)
     with pytest.raises(DerivativeError, match=r"ecornn\.torch\.restore"):
@@ -162,11 +155,9 @@ EVERY = "LSTM GRU RNN"
     (EVERY, {"colour": 3}, TypeError, "unexpected keyword argument 'colour'"),
     ("GRU RNN", {"proj_size": 3}, ValueError, "proj_size argument is only supported for LSTM, not RNN or GRU"),
     *(("LSTM", {"proj_size": size}, ValueError, "proj_size") for size in (-1, H, H + 1)),
-    *(("RNN", {"nonlinearity": word}, ValueError, "'tanh' or 'relu'") for word in ("garbage", "")),
-])
+    *(("RNN", {"nonlinearity": word}, ValueError, "'tanh' or 'relu'") for word in ("garbage", ""))])
 def test_construction_errors(names: str, options: dict[str, Any], kind: type[Exception], words: str):
-    """test_errors, test_projections_errors_on_gru_and_rnn: what PyTorch says of a wrong constructor's argument is what
-    ours says."""
+    """test_errors, test_projections_errors_on_gru_and_rnn: ours says what PyTorch says."""
     for where, name in itertools.product((torch.nn, ecornn.torch), names.split()):
         with pytest.raises(kind, match=words):
             getattr(where, name)(**{"input_size": I, "hidden_size": H, **options})
@@ -193,7 +184,6 @@ def test_total_length_and_padding(total: int, padding: float):
 
 
 def test_pack_sequence(name: str):
-    """test_pack_sequence, test_unpack_sequence: each of a list of sequences as it is alone."""
     theirs, ours, _ = case(name)
     rows = [torch.randn(length, I) for length in LENGTHS]
     with torch.no_grad():
@@ -203,19 +193,16 @@ def test_pack_sequence(name: str):
 
 
 def test_sequences_of_one_length(name: str):
-    """Packed, these are the padded rows."""
     _, ours, x = case(name)
     with torch.no_grad():
         y, after = ours(pack_padded_sequence(x, [T] * B))
-        wanted = ours(x)
-        close((y.data.view(T, B, H), after), wanted)
+        close((y.data.view(T, B, H), after), ours(x))
 
 
 @pytest.mark.parametrize("name", ["GRU"])
 @pytest.mark.parametrize("where", ["y", "state"])
 @of_both()
 def test_writes_to_results(layer: Any, x: torch.Tensor, where: str):
-    """In-place operations on packed y and on states, with gradients."""
     y, after = layer(pack_padded_sequence(x, LONGEST_FIRST))
     (y.data if where == "y" else after).add_(1)
     (y.data.square().sum() + after.square().sum()).backward()
@@ -227,8 +214,7 @@ def test_writes_to_results(layer: Any, x: torch.Tensor, where: str):
     ([2, 2, 1], 4, ShapeError), ([1, 2, 2], 5, ShapeError), ([2, 2, -1], 4, ShapeError), ([], 0, ShapeError),
     ([2, 3, 1], 6, ShapeError), ("int32", 5, DTypeError)])
 def test_batch_sizes_that_fit_nothing(sizes: Any, rows: int, kind: type[Exception], grad: bool):
-    """A PackedSequence that is put together by hand: PyTorch raises what it comes across, ours names batch_sizes. One
-    of them ended the process: its rows were read from beyond the data."""
+    """PyTorch raises what it comes across, ours names batch_sizes: rows were read from beyond the data."""
     theirs, ours = (where.GRU(I, H) for where in (torch.nn, ecornn.torch))
     sizes = torch.tensor([2, 2, 1], dtype=torch.int32) if sizes == "int32" else torch.tensor(sizes, dtype=torch.int64)
     with torch.set_grad_enabled(grad):
@@ -241,7 +227,6 @@ def test_batch_sizes_that_fit_nothing(sizes: Any, rows: int, kind: type[Exceptio
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize(("sizes", "rows"), [([2, 2, 1], 7), ([2, 2, 0], 4), ([0], 0)])
 def test_batch_sizes_that_are_unusual(sizes: list[int], rows: int, grad: bool):
-    """More rows than sizes have, a step of no rows, and no sequence at all: as PyTorch takes them."""
     theirs, ours, padded = case("GRU")
     ours.double().float()
     x = torch.randn(rows, I)

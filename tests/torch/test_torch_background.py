@@ -1,7 +1,5 @@
 """Calls before their module is compiled: PyTorch's own layer computes them, forward and backward, and nobody waits."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -28,8 +26,6 @@ from ecornn.worker import WorkerError
 
 
 class Compilers:
-    """Compile in this process, and not before :meth:`go`; ``fault``: raised in place of that."""
-
     def __init__(self) -> None:
         self.asked: list[compiling.Job] = []
         self.fault: Exception | None = None
@@ -46,7 +42,6 @@ class Compilers:
         return len(waiting)
 
     def call(self, function: str, argument: Any, kind: Any, limit: float) -> Any:
-        """Stands for that of a worker process."""
         name = function.removeprefix("ecornn.module_cache:")
         if self.fault is not None and name == "compile_for_another":
             raise self.fault
@@ -66,7 +61,6 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
 
 
 def by_torch(call: Callable[[], Any]) -> bool:
-    """Tells whether PyTorch's own layer makes this call."""
     with contextlib.ExitStack() as patches:
         plain = [patches.enter_context(patch.object(kind, "forward", autospec=True, side_effect=kind.forward))
                  for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, torch.nn.LSTMCell)]
@@ -75,7 +69,6 @@ def by_torch(call: Callable[[], Any]) -> bool:
 
 
 def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:
-    """A layer of PyTorch's, and one that was replaced, with the same weights."""
     theirs, ours = kind(*sizes, **options), kind(*sizes, **options)
     ours.load_state_dict(theirs.state_dict())
     assert ecornn.torch.replace(ours).swapped
@@ -83,7 +76,6 @@ def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:
 
 
 def gradients(layer: Any, *given: Any) -> list[torch.Tensor]:
-    """y and the gradients of a step of training."""
     layer.zero_grad()
     y = flat(layer(*given))[0]
     y.square().sum().backward()
@@ -99,7 +91,6 @@ CALLS = {"padded": lambda: torch.randn(5, 3, 6), "batch of none": lambda: torch.
 def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[str, Any], compilers: Compilers):
     theirs, ours = pair(torch.nn.GRU, 6, 7, **options)
     x = CALLS[given]()
-
     def same() -> None:
         close(gradients(ours, x), gradients(theirs, x), BACKWARD)
         with torch.no_grad():
@@ -117,7 +108,6 @@ def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[st
 def test_a_cell_goes_over_within_a_sequence(compilers: Compilers):
     theirs, ours = pair(torch.nn.LSTMCell, 6, 7)
     inputs = torch.randn(4, 3, 6)
-
     def steps(cell: Any) -> list[torch.Tensor]:
         cell.zero_grad()
         state = None
@@ -159,11 +149,9 @@ def test_similar_lengths_share_a_module_also_across_programs(compilers: Compiler
 def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Compilers):
     theirs, ours = pair(torch.nn.GRU, 6, 7)
     x = torch.randn(3, 2, 6)
-
     def same() -> None:
         assert not by_torch(lambda: ours(x))
         close(ours(x), theirs(x))
-
     with torch.no_grad():
         ours(torch.randn(3, 12, 6))
         compilers.go()
@@ -183,7 +171,6 @@ def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):
     """Also while it is compiled, and with one packing of the weights; not where it could not be compiled."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
     x = torch.randn(3, 2, 6)
-
     def evaluates() -> bool:
         with torch.no_grad():
             close(ours(x), theirs(x))
@@ -212,11 +199,9 @@ def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):
 def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
     """Only the first of its kind is looked at, until its module is there, or somebody watches, or wants to wait."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
-    looked = []
-    kind = type(ours)
+    looked, kind = [], type(ours)
     long_way = kind._any_call
     monkeypatch.setattr(kind, "_any_call", lambda *given: (looked.append(1), long_way(*given))[1])
-
     def looks(steps: int, grad: bool = True) -> int:
         looked.clear()
         x = torch.randn(steps, 3, 6)
@@ -236,8 +221,7 @@ def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeyp
     assert not by_torch(lambda: ours(x))
 
 
-def test_a_pending_step_of_training_changes_weights_that_are_bound(compilers: Compilers,
-                                                                   monkeypatch: pytest.MonkeyPatch):
+def test_a_pending_step_of_training_changes_weights_that_are_bound(compilers, monkeypatch):
     """Fused optimizers leave no trace in tensors: layers without gradients, compiled before, must see their steps."""
     monkeypatch.setattr(snapshot.Sample, "holds", lambda _: True)  # as on a GPU, where no values are looked at
     monkeypatch.setattr(snapshot.Sample, "differs", lambda *_: False)
@@ -271,7 +255,6 @@ def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("how", ["wait", "ECORNN_WAIT", "ECORNN_STRICT", "ECORNN_CACHE", "deterministic", "own cell"])
 def test_a_call_waits_where_that_is_asked_for(how: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
-    """And that of a cell which PyTorch lacks."""
     layer = ecornn.torch.Recurrent("indrnn", 6, 7) if how == "own cell" else torch.nn.GRU(6, 7)
     if how != "own cell":
         ecornn.torch.replace(layer, wait=how == "wait")
@@ -286,23 +269,19 @@ def test_transforms_and_graphs_have_the_operator(compilers: Compilers):
     _, ours = pair(torch.nn.GRU, 6, 7)
     x = torch.randn(3, 2, 6)
     torch.func.grad(lambda x: ours(x)[0].sum())(x)
-    program = torch.export.export(ours, (x,))
-    assert "ecornn.recurrent" in str(program.graph) and not compilers.asked
+    assert "ecornn.recurrent" in str(torch.export.export(ours, (x,)).graph) and not compilers.asked
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("given", ["padded", "packed"])
 def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
-    """The compiler looks into no step of the wait, whether a graph is broken around the layer or has it."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
     ecornn.torch.restore(ours)
     ecornn.torch.replace(ours, fullgraph=fullgraph)
     torch._dynamo.reset()
     x = CALLS[given]()
-
     def of(layer: Any) -> Callable[[Any], torch.Tensor]:
         return (lambda x: layer(x)[0].data.sin()) if given == "packed" else lambda x: layer(x)[0].sin()
-
     fast = torch.compile(of(ours), backend="aot_eager")
     for _ in range(2):
         with warnings.catch_warnings():
@@ -311,8 +290,7 @@ def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
 
 
 def test_a_checkpoint_computes_the_same_again(compilers: Compilers):
-    """The module would be there between a forward pass and what the checkpoint computes once more in the backward pass,
-    where PyTorch expects the tensors of the first time."""
+    """The module would be there before the backward pass, in which PyTorch expects the first tensors."""
     from torch.utils.checkpoint import checkpoint
 
     theirs, ours = pair(torch.nn.GRU, 6, 7)
@@ -381,7 +359,6 @@ assert not compiled()
 
 @pytest.fixture
 def started(start: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Starts a process that goes on with more lines of PROGRAM, and has an empty cache."""
     environment = {name: value for name, value in os.environ.items() if name != "ECORNN_WAIT"}
     return lambda more, *given: start([sys.executable, "-c", PROGRAM + more, *given], stdout=-1, stderr=-1, text=True,
                                       env=environment | {"ECORNN_CACHE": str(tmp_path / "cache")})
@@ -441,7 +418,6 @@ assert compiled()
 
 @pytest.mark.parametrize("how", ["ends", "SIGINT", "SIGKILL"])
 def test_nothing_is_left_when_a_process_ends(how: str, tmp_path: Path, started: Callable[..., Any]):
-    """Neither processes nor half an entry, and it ends at once."""
     one = started("""
 while compiling._compilers._workers[0].process is None:
     job.wait(0.01)
@@ -460,7 +436,6 @@ if sys.argv[1] != "ends":
 
 
 def group_of(process: psutil.Process) -> int:
-    """The process group; 0 for a process that is gone."""
     try:
         return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else 0
     except (ProcessLookupError, psutil.NoSuchProcess):

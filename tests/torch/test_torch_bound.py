@@ -2,8 +2,6 @@
 is compiled with: by streams and captures, cuDNN's settings and a layer's own word, with layers that only take notes;
 and what of packed sequences lies in which columns."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import nullcontext
@@ -61,9 +59,7 @@ class NotingModule:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU's stream, capture and module, to be set; and the specs that are compiled."""
     found = SimpleNamespace(stream=1, capturing=False, module=NotingModule(), specs=[])
-
     def compiled(spec: Any, target: str, infinite: bool = False) -> NotingModule:
         found.specs.append(spec)
         found.module.target = target
@@ -76,8 +72,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Here:
-    """The device of the weights, which are on the CPU, as if it were a GPU."""
-
     type, index = "cuda", 0
 
     def __eq__(self, other: object) -> bool:
@@ -96,8 +90,7 @@ def x_of(batch: int = 2, device: Any = HERE, dtype: torch.dtype = torch.float32,
 
 
 def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
-    shapes = [(12, 3), (12, 4), (12,), (12,)][:len(kind.names)]
-    return [torch.zeros(shape, requires_grad=True) for shape in shapes]
+    return [torch.zeros(shape, requires_grad=True) for shape in [(12, 3), (12, 4), (12,), (12,)][:len(kind.names)]]
 
 
 def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False, states: bool = True,
@@ -111,8 +104,7 @@ def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any
     first = call(layers, weights)
     assert call(layers, weights, again=True) is first and not first.packed  # bind has packed
     suspect(weights)  # a backward pass
-    assert call(layers, weights) is first
-    assert first.packed == [([w.data_ptr() for w in weights], "float32", 1)]
+    assert call(layers, weights) is first and first.packed == [([w.data_ptr() for w in weights], "float32", 1)]
     assert call(layers, weights) is first and len(first.packed) == 1
     with torch.no_grad():
         weights[1].add_(1)
@@ -246,7 +238,6 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
     monkeypatch.setattr(compiling, "start", lambda spec, target: next(
         (job for job in asked if job.spec == spec), None) or asked.append(compiling.Job(spec, target)) or asked[-1])
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
-
     def take(steps: int) -> Any:
         with compiling.accepting():
             layers.give(one := layers.take(weights, x_of(), (steps, 2)))
@@ -263,12 +254,10 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
         assert not layers.serves(x_of(), (3, 2)) and layers.serves(x_of(), (300, 2))
     assert take(3) is long and take(4) is long and [job.spec.seq for job in asked] == [256, 4]
     asked[1].outcome = NotingModule()
-    assert take(3) is take(4) is not long and take(2) is long
-    assert layers.serves(x_of(), (3, 2)) and len(asked) == 2
+    assert take(3) is take(4) is not long and take(2) is long and layers.serves(x_of(), (3, 2)) and len(asked) == 2
 
 
-def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any,
-                                                                             monkeypatch: pytest.MonkeyPatch):
+def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiling, "start", lambda spec, target: compiling.Job(spec, target, gpu.module))
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
     with compiling.accepting():
@@ -286,11 +275,9 @@ def test_weights_elsewhere_are_refused(gpu: Any):
 
 def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
     times = []
-
     def refuses(*args: Any, **kwargs: Any) -> None:
         times.append(args)
         raise ScheduleError("too large")
-
     compiling.outcomes.clear()
     monkeypatch.setattr(ecornn.compiler, "compile_layer", refuses)
     for _ in range(3):
@@ -302,7 +289,6 @@ def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPat
 
 # -- the precision of float32 products ----------------------------------------------------------
 def precision(layer: Any, gpu: Any, x: Any = None) -> str | None:
-    """What a new layer of this kind is compiled with, also if it trains."""
     kind, weights = kind_of(text_of(layer)), [*layer.parameters()]
     for trains in (False, True):
         call(BoundLayers(kind, None if trains else BoundLayers(kind)), weights, x=x)
@@ -399,11 +385,9 @@ def test_a_layer_on_a_gpu_is_as_exact_as_cudnn(name: str):
     ours, exact = copy.deepcopy(layer), copy.deepcopy(layer).double()
     ecornn.torch.replace(ours)
     x = torch.randn(30, 9, 200, device="cuda")
-
     def error_of(one: Any) -> float:
         with torch.no_grad():
             return error(one(x)[0], exact(x.double())[0])
-
     assert 1e-5 < error_of(ours) <= 2 * error_of(layer)
     ours.tf32 = False
     assert error_of(ours) < 1e-5
@@ -424,7 +408,6 @@ H, I, LENGTHS = 5, 3, [8, 8, 8, 8, 3, 1, 1]
 
 
 def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: Any) -> list[torch.Tensor]:
-    """y in columns, and the states, each sequence apart."""
     x, h, c, *weights = tensors
     y, states = x.new_zeros(x.shape[0] * x.shape[1], 2 * H), []
     for number in range(columns.count):
@@ -438,10 +421,8 @@ def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: An
 
 @pytest.fixture
 def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An LSTM, whose engine is PyTorch, as those of its layers are."""
     torch.manual_seed(0)
     library = torch.nn.LSTM(I, H, 2, bidirectional=True)
-
     def forward(engine, weights, x, state, columns):
         called.append(engine)
         return [*by_torch(engine.library, engine.names, columns, (x, *state, *weights)), x.new_empty(0)]
@@ -456,7 +437,6 @@ def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
                                training=lambda *_, **__: nullcontext(SimpleNamespace(together=together)))
         made.forward, made.backward = partial(forward, made), partial(backward, made)
         return made
-
     called: list[Any] = []
     engine = engine_of(library, 3)
     library.called = called

@@ -1,7 +1,5 @@
 """ecornn.torch's cells against torch.nn's in float64: one call, loops, gradients, and what surrounds a cell."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -33,8 +31,7 @@ def test_small_steps_of_a_training_are_left_to_pytorch(monkeypatch: pytest.Monke
     monkeypatch.setattr(ecornn.torch.RNNCell, "least", B * H * (I + H) + 1)
     theirs, ours, x = case("RNNCell")
     nodes = [type(ours(x[:rows]).grad_fn).__name__ for rows in (B, 1)]
-    assert nodes == ["TanhBackward0"] * 2
-    assert "_Step" in type(ours(torch.randn(B + 1, I)).grad_fn).__name__
+    assert nodes == ["TanhBackward0"] * 2 and "_Step" in type(ours(torch.randn(B + 1, I)).grad_fn).__name__
     agree_in_gradients(ours, theirs, x)
     optimizer = torch.optim.SGD(ours.parameters(), 0.1, fused=True)  # which raises no version
     optimizer.step(lambda: ours(x).sum().backward())
@@ -48,8 +45,6 @@ class Own(torch.nn.GRUCell):
 
 
 class Loop(torch.nn.Module):
-    """The output states of all steps of x (T, B, I), weighted so that gradients differ."""
-
     def __init__(self, cell: torch.nn.Module) -> None:
         super().__init__()
         self.cell = cell
@@ -68,13 +63,11 @@ def state_of(name: str, *rows: int) -> Any:
 
 
 def gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Those of x and all weights."""
     x = x.detach().requires_grad_()
     return [*torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])]
 
 
 def agree_in_gradients(ours: torch.nn.Module, theirs: torch.nn.Module, x: torch.Tensor) -> None:
-    """And in values, without these."""
     with torch.no_grad():
         agree(ours(x), theirs(x.double()))
     agree(gradients(ours, x), gradients(theirs, x.double()), 2e-6)
@@ -133,7 +126,6 @@ def test_gradients_of_states_and_what_is_not_asked_for(name: str):
 
 
 def test_what_calls_of_a_graph_share():
-    """One gradient a graph and pass, whatever parts of it are asked for, and as often as they are."""
     theirs, ours = pair("LSTMCell")
     x, calls = torch.randn(T, B, I), []
     ours.weight_hh.register_hook(calls.append)
@@ -174,8 +166,7 @@ def test_backward_passes_of_threads_at_the_same_time():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_is_torchs(fused: bool):
-    """Weights are packed again after each step, also of optimizers that leave no trace; an LSTM of one step of which
-    the states are written in between, as policies do."""
+    """Weights are packed after each step, also of optimizers that leave no trace; states are written in between."""
     theirs, ours = pair("LSTMCell")
     optimizers = [torch.optim.SGD(cell.parameters(), 0.1, fused=fused) for cell in (ours, theirs)]
     for _ in range(4):
@@ -225,8 +216,7 @@ def test_checkpoints_and_hooks_of_saved_tensors(reentrant: bool):
     theirs, ours = pair("LSTMCell")
     x = torch.randn(T, B, I, requires_grad=True)
     checkpoint(Loop(ours), x, use_reentrant=reentrant).square().sum().backward()
-    found = [x.grad, *(p.grad for p in ours.parameters())]
-    agree(found, gradients(Loop(theirs), x.double()), 2e-6)
+    agree([x.grad, *(p.grad for p in ours.parameters())], gradients(Loop(theirs), x.double()), 2e-6)
     with torch.autograd.graph.save_on_cpu():
         agree_in_gradients(Loop(ours), Loop(theirs), x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True).copy(), torch.from_numpy):
@@ -237,18 +227,14 @@ def test_checkpoints_and_hooks_of_saved_tensors(reentrant: bool):
 def test_torch_compile_has_a_cell_in_one_graph(name: str):
     theirs, ours = pair(name)
     x = torch.randn(T, B, I)
-    fast = torch.compile(Loop(ours), backend="aot_eager", fullgraph=True)
-    agree_in_gradients(fast, Loop(theirs), x)
+    agree_in_gradients(torch.compile(Loop(ours), backend="aot_eager", fullgraph=True), Loop(theirs), x)
 
 
 def test_functional_calls_and_transforms():
     theirs, ours = pair("GRUCell")
-    x = torch.randn(3, B, I)
-    others = {k: torch.randn_like(v) for k, v in ours.named_parameters()}
-
+    x, others = torch.randn(3, B, I), {k: torch.randn_like(v) for k, v in ours.named_parameters()}
     def loss(cell: Any, weights: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(cell, weights, (x,)).square().sum()
-
     twice = {k: v.double() for k, v in others.items()}
     assert abs(float(loss(ours, others, x[0]) / loss(theirs, twice, x[0].double())) - 1) < 1e-6
     found = torch.func.grad(lambda w: loss(ours, w, x[0]))(others)
@@ -268,8 +254,7 @@ def test_replace_and_restore():
     assert str(model) == str(exact) and [*model.state_dict()] == [*state]
     for name in model:
         agree_in_gradients(Loop(model[name]), Loop(exact[name]), x)
-    assert ecornn.torch.replace(model).swapped == ()
-    assert ecornn.torch.restore(model) == ("plain", "own", "norm")
+    assert ecornn.torch.replace(model).swapped == () and ecornn.torch.restore(model) == ("plain", "own", "norm")
     assert [type(m).__name__ for m in model.values()] == [type(m).__name__ for m in exact.values()]
     assert type(model["plain"]) is torch.nn.LSTMCell and type(model["own"]) is Own
 
@@ -314,8 +299,7 @@ def test_what_does_not_fit_is_pytorchs_error(number: int):
 
 def test_what_is_not_compiled_is_pytorchs():
     ours = ecornn.torch.LSTMCell(I, H)
-    empty = ours(torch.zeros(0, I))
-    assert empty[0].shape == (0, H)
+    assert ours(torch.zeros(0, I))[0].shape == (0, H)
     with pytest.warns(UserWarning, match="forward derivatives"):
         torch.func.jvp(lambda x: ours(x)[0], (torch.randn(B, I),), (torch.randn(B, I),))
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):

@@ -5,8 +5,6 @@ As a program: one of the two processes, which train a stack with the same weight
     python tests/torch/test_torch_distributed.py RANK FILE
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -31,8 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
-    """A stack, and what reads its y."""
-
     def __init__(self, stack: nn.Module, width: int) -> None:
         super().__init__()
         self.stack, self.last = stack, nn.Linear(width, 3)
@@ -42,11 +38,9 @@ class Model(nn.Module):
 
 
 def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights after training on these parts of each x; and what happened in the last step, in order:
-    ``backward of N`` of so many weights, and ``bucket`` with the weights whose gradients left together."""
+    """Weights after training on parts of each x, and the last step's events: ``backward of N``, ``bucket``."""
     happened: list[str] = []
     names = {id(p): name for name, p in model.named_parameters()}
-
     def send(bucket: Any) -> Any:
         happened.append("bucket " + " ".join(names[id(p)] for p in bucket.parameters()))
         sent = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
@@ -55,7 +49,6 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
     def watched(engine: Any, weights: Any, *arguments: Any, **named: Any) -> Any:
         happened.append(f"backward of {len(weights)}")
         return backward(engine, weights, *arguments, **named)
-
     backward, Engine.backward = Engine.backward, watched
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     parallel.register_comm_hook(None, lambda _, bucket: send(bucket))
@@ -65,7 +58,6 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
 
 
 def sharded(model: Model, xs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights after the same, of which each process has half between two calls."""
     fully_shard(model.stack)
     fully_shard(model)
     assert all(p.to_local().numel() < p.numel() for p in model.stack.parameters())
@@ -94,7 +86,6 @@ def in_one_process() -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     given = torch.load(file)
     xs = [x.chunk(2, 1)[rank] for x in given["x"]]
-
     def model() -> Model:
         made = Model(ecornn.torch.GRU(*given["sizes"], bidirectional=True), 2 * given["sizes"][1])
         made.load_state_dict(given["weights"])
@@ -106,7 +97,6 @@ def in_one_process() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
-    """What float64 has after three steps, and each process of what it saves."""
     torch.manual_seed(0)
     model = Model(torch.nn.GRU(I, H, L, bidirectional=True), 2 * H)
     xs, file = [torch.randn(T, B, I) for _ in range(3)], str(tmp_path_factory.mktemp("two") / "given")

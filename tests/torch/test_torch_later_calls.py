@@ -1,8 +1,4 @@
-"""What a later call must see: calls that are like an earlier one take the short way, and whatever is not
-like it does not; weights may be written in ways which PyTorch does not count; and those that are new at each call are
-packed where the last ones were, by the module's code."""
-
-from __future__ import annotations
+"""What a later call must see, by the short way or not: weights that are written in any way, or new at each call."""
 
 import copy
 import math
@@ -30,12 +26,10 @@ from ecornn.torch.snapshot import PLACES, Sample
 
 
 def often(layer: Any, *args: Any) -> Any:
-    """The last result of as many calls as it takes until one of their kind is remembered, and one more."""
     return [layer(*args) for _ in range(4)][-1]
 
 
 def memories(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same values in memory of all kinds."""
     room = torch.empty(x.numel() + 1)
     room[1:] = x.flatten()
     return {"plain": x, "strided": torch.stack((x, x), -1)[..., 0], "off by four bytes": room[1:].view(x.shape),
@@ -56,8 +50,7 @@ def test_values(name: str, shape: tuple[int, ...], options: dict[str, Any], take
         exact = theirs(x.double(), *map(double, given))
         ours(x, *given), often(ours, x, *given), taken.clear()
         for kind, same in memories(x).items():
-            before = same.clone()
-            found = ours(same, *given)
+            before, found = same.clone(), ours(same, *given)
             agree(found, exact)
             for one, other in zip(flat(found), flat(exact), strict=True):
                 assert one.dtype == torch.float32 and one.is_contiguous() == other.is_contiguous(), kind
@@ -80,11 +73,10 @@ def test_what_does_not_fit_is_refused_and_said(remembered: bool, taken: list[Any
             ((x, (state, state[..., 1:])), ShapeError, ["c_0.shape"]),
             ((x, (state, state.double())), DTypeError, ["c_0.dtype"]),
             ((x, (state.double(), state)), DTypeError, ["h_0.dtype"]),
-            ((x, state), ArgumentError, ["hx", "(h_0, c_0)"]),
-            ((x, (None, state)), ArgumentError, ["h_0"]), ((x, (state, None)), ArgumentError, ["c_0"]),
+            ((x, state), ArgumentError, ["hx", "(h_0, c_0)"]), ((x, (None, state)), ArgumentError, ["h_0"]),
+            ((x, (state, None)), ArgumentError, ["c_0"]),
             ((x.double(),), DTypeError, ["input.dtype", "float64", "float32"]),
-            ((x.bfloat16(),), DTypeError, ["float32, as the weights'"]),
-            ((x.int(),), DTypeError, ["input.dtype"]),
+            ((x.bfloat16(),), DTypeError, ["float32, as the weights'"]), ((x.int(),), DTypeError, ["input.dtype"]),
             ((torch.randn(3, 2, I + 1),), ShapeError, ["input.shape"]), ((x[..., 1:],), ShapeError, ["input.shape"]),
             *(((wrong,), ArgumentError, ["a tensor or a PackedSequence"]) for wrong in (None, "x", [[1.0]], 3))]:
         with pytest.raises(kind) as caught:
@@ -115,8 +107,7 @@ def test_attributes_weights_and_threads_that_change(taken: list[Any], one_thread
     agree(ours(x), theirs(x.double()))
     torch.set_num_threads(2)
     agree(often(ours, x), theirs(x.double()))
-    copied = copy.deepcopy(ours)
-    agree(often(copied, x), theirs(x.double()))
+    agree(often(copy.deepcopy(ours), x), theirs(x.double()))
     assert len({*taken}) >= 3
 
 
@@ -126,11 +117,9 @@ def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, bias: bool, taken
     theirs, ours = pair(name, bias=bias)
     x = torch.randn(3, I) if "Cell" in name else torch.randn(2, 3, I)
     wanted = theirs(x.double())
-
     def gradients(layer: Any, x: Any) -> Any:
         with torch.enable_grad():
             return torch.autograd.grad(flat(layer(x))[0].sum(), [*layer.parameters()])
-
     with torch.device("meta"):
         agree(often(ours, x), wanted)
     torch.set_default_dtype(torch.float64)
@@ -145,8 +134,7 @@ def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, bias: bool, taken
 
 @pytest.mark.parametrize("name", ["GRU", "GRUCell"])
 def test_who_watches_sees_the_operator(name: str, taken: list[Any]):
-    ours = getattr(ecornn.torch, name)(I, H)
-    x = torch.randn(3, I)
+    ours, x = getattr(ecornn.torch, name)(I, H), torch.randn(3, I)
     often(ours, x)
     taken.clear()
     with profile() as seen:
@@ -223,10 +211,8 @@ def test_memory_that_was_given_back(kind: str, gone: str, view: bool):
                                          ("hidden_size", H + 1), ("input_size", I + 1)])
 def test_attributes_that_change(name: str, value: Any, taken: list[Any]):
     """A layer is what its attributes say now, or it says that its weights are not."""
-    layer = ecornn.torch.GRU(I, H, num_layers=2, bidirectional=True)
-    x = torch.randn(5, 4, I)
-    wanted = often(layer, x)
-    was = getattr(layer, name)
+    layer, x = ecornn.torch.GRU(I, H, num_layers=2, bidirectional=True), torch.randn(5, 4, I)
+    wanted, was = often(layer, x), getattr(layer, name)
     setattr(layer, name, value)
     with pytest.raises((WeightsError, ShapeError)):
         layer(x)
@@ -252,14 +238,12 @@ def test_a_weight_that_is_none(kind: str):
 
 # -- writes that leave no trace ------------------------------------------------------------------
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "halved": lambda weight: weight.data.mul_(0.5),
-    "clamped": lambda weight: weight.data.clamp_(-0.1, 0.1),
+    "halved": lambda weight: weight.data.mul_(0.5), "clamped": lambda weight: weight.data.clamp_(-0.1, 0.1),
     "averaged": lambda weight: weight.data.copy_(0.9 * weight.data + 0.01),
     "by numpy": lambda weight: weight.detach().numpy().__imul__(0.5),
     "in inference mode": torch.inference_mode()(lambda weight: weight.mul_(2)),
     "by a vector": lambda weight: torch.nn.utils.vector_to_parameters(0.3 * weight.detach().reshape(-1), [weight]),
-    "initialized": lambda weight: torch.nn.init.uniform_(weight, -0.2, 0.2),
-}
+    "initialized": lambda weight: torch.nn.init.uniform_(weight, -0.2, 0.2)}
 
 
 @pytest.mark.parametrize("how", WRITES)
@@ -293,19 +277,15 @@ def test_a_frozen_weight_that_is_written_in_training_is_seen():
 
 
 def slices(weight: torch.Tensor) -> torch.Tensor:
-    """The same values as a slice of a larger tensor."""
     room = torch.zeros([2 * size for size in weight.shape], dtype=weight.dtype)
-    found = room[tuple(slice(None, None, 2) for _ in weight.shape)]
-    return found.copy_(weight)
+    return room[tuple(slice(None, None, 2) for _ in weight.shape)].copy_(weight)
 
 
 def turned(weight: torch.Tensor) -> torch.Tensor:
-    """The same values, the last axis first in memory."""
     return weight.T.contiguous().T if weight.dim() == 2 else slices(weight)
 
 
 def negative(weight: torch.Tensor) -> torch.Tensor:
-    """The same values as the imaginary part of a conjugate, which PyTorch has as a view with a bit."""
     return torch.complex(weight, -weight).conj().imag
 
 
@@ -358,7 +338,6 @@ values[rows] = -2 * values[rows]
 
 
 def test_rows_that_another_process_writes_are_seen(tmp_path: Path):
-    """Consecutive ones, scattered ones, and a single one."""
     path = tmp_path / "weights"
     theirs, ours = torch.nn.LSTM(64, 64).double(), ecornn.torch.LSTM(64, 64)
     ours.weight_hh_l0.detach().numpy().tofile(path)
@@ -435,10 +414,8 @@ def test_weights_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_threads_with_weights_of_their_own(trains: bool):
-    """A layer that another thread calls keeps its weights."""
     theirs, ours, x = case("GRU")
     sets = [fresh(ours, 0.3) for _ in range(4)]
-
     def run(weights: dict[str, torch.Tensor], exact: bool = False) -> torch.Tensor:
         """As functional_call, which writes into the module and is no function of threads."""
         with torch.set_grad_enabled(trains):

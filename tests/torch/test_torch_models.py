@@ -1,7 +1,4 @@
-"""What is done with whole models: first calls that compile and say so, prepare(), profile(), and programs of
-torch.export and AOTInductor in processes that compile nothing, with modules from a folder."""
-
-from __future__ import annotations
+"""First calls that compile, prepare(), profile(), and programs of torch.export and AOTInductor with their modules."""
 
 import copy
 import gc
@@ -43,7 +40,6 @@ print("tvm" in sys.modules)
 
 def test_a_process_says_that_it_compiles_and_the_next_one_need_not(tmp_path: Path):
     environment = {**os.environ, "ECORNN_CACHE": str(tmp_path), "ECORNN_TUNING_LOGS": str(tmp_path / "logs")}
-
     def run() -> tuple[str, str]:
         done = subprocess.run([sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
@@ -71,7 +67,6 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is compiled in this process."""
     found: list[str] = []
     plain = ecornn.compiler.compile_layer
     monkeypatch.setattr(ecornn.compiler, "compile_layer", lambda layer, **k: (found.append(str(layer.workload)),
@@ -80,8 +75,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_what_is_prepared_is_what_first_calls_need(asked: list[str], capsys: Any, caplog: Any,
-                                                   monkeypatch: pytest.MonkeyPatch):
+def test_what_is_prepared_is_what_first_calls_need(asked, capsys, caplog, monkeypatch):
     monkeypatch.setattr(module_cache, "_told", [])
     model, x = Model().eval(), torch.randn(2, 3, 5)
     ecornn.torch.replace(model)
@@ -121,15 +115,12 @@ def test_a_forward_of_ones_own_is_left_to_its_first_call():
 
     layer = Own(5, 7)
     assert ecornn.torch.replace(layer).swapped == ("Own",)
-    assert ecornn.torch.prepare(layer, x=torch.randn(3, 2, 5), more=2) == 0
-    assert isinstance(layer, ecornn.torch.GRU)
+    assert ecornn.torch.prepare(layer, x=torch.randn(3, 2, 5), more=2) == 0 and isinstance(layer, ecornn.torch.GRU)
 
 
 def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.MonkeyPatch):
-    """Frames of the compiler may be in cycles, and hold those that called them. A CUDA graph of a later step finds the
-    gradients' nodes of this one then, which belong to another stream, and cannot be captured."""
+    """The compiler's frames may hold those that called them, and gradients' nodes, so that no graph is captured."""
     compiling = module_cache.compiled_layer
-
     def leaving(*args: Any) -> Any:
         cycle: list[Any] = [sys._getframe()]
         cycle.append(cycle)
@@ -164,8 +155,6 @@ def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path
 
 # -- profile() ----------------------------------------------------------------------------------
 class Reader(torch.nn.Module):
-    """A layer, a cell that is called at each step, one that nobody calls, statistics and random numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder = torch.nn.LSTM(6, 8)
@@ -191,8 +180,7 @@ def test_layers_and_the_model_are_timed_and_stay_as_they_are(replaced: bool, fas
     if replaced:
         ecornn.torch.replace(model, keep="states")
     before, classes = copy.deepcopy(model.state_dict()), [type(one) for one in model.modules()]
-    random = torch.get_rng_state()
-    found = ecornn.torch.profile(model, x, times=3)
+    random, found = torch.get_rng_state(), ecornn.torch.profile(model, x, times=3)
     assert [(one.name, one.kind, one.calls) for one in found.layers] == [("encoder", "LSTM(6, 8)", 1),
                                                                         ("cell", "GRUCell(8, 5)", 3)]
     assert all(0 < time < 60 for one in (*found.layers, found.model) for time in (one.before, one.after))
@@ -209,7 +197,6 @@ def test_layers_and_the_model_are_timed_and_stay_as_they_are(replaced: bool, fas
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_backward_pass_is_timed_if_gradients_are_enabled(grad: bool, fast: None, monkeypatch: pytest.MonkeyPatch):
-    """Of packed sequences, too. One side is PyTorch's, the other is not."""
     asked, own = [], []
     real, forward = torch.autograd.grad, torch.nn.GRU.forward
     monkeypatch.setattr(torch.autograd, "grad", lambda *given, **more: asked.append(1) or real(*given, **more))
@@ -249,8 +236,6 @@ assert not any(name.startswith("tvm.") for name in sys.modules)
 
 
 class Between(torch.nn.Module):
-    """A layer between two others."""
-
     def __init__(self, layers: type) -> None:
         super().__init__()
         self.before, self.after = torch.nn.Linear(I, 7), torch.nn.Linear(2 * H, 3)
@@ -261,8 +246,6 @@ class Between(torch.nn.Module):
 
 
 class Saved:
-    """A program, the folder of its modules, and what it must compute."""
-
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder, exact = folder, Between(torch.nn.GRU).double()
@@ -283,7 +266,6 @@ class Saved:
             self.given = {name: (value, exact(value.double())) for name, value in (("same", x), ("other", other))}
 
     def run(self, file: str, given: str, empty: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """In a process without TVM, compilers and a cache."""
         np.save(self.folder / "x.npy", self.given[given][0].numpy())
         return subprocess.run(
             [sys.executable, "-c", LONELY, *(str(self.folder / name) for name in (file, "x.npy", "y.npy"))],

@@ -1,7 +1,5 @@
 """ecornn.torch under what watches PyTorch's calls: modes, transforms, subclasses, tracers, exported programs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +35,6 @@ def _no_graphs_of_other_tests() -> None:
 
 @pytest.fixture
 def binds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each time that weights are packed."""
     found: list[int] = []
     plain = Module.bind
     monkeypatch.setattr(Module, "bind", lambda *a, **k: (found.append(1), plain(*a, **k))[1])
@@ -48,10 +45,8 @@ def binds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_a_traced_graph_computes_with_its_inputs(name: str, how: str):
     theirs, ours, x = case(name, bidirectional=True)
-
     def call(x: Any) -> Any:
         return ours(2 * x)
-
     with torch.no_grad():
         if how == "functionalize":
             agree(functionalize(call)(x), theirs(2 * double(x)))
@@ -62,8 +57,6 @@ def test_a_traced_graph_computes_with_its_inputs(name: str, how: str):
 
 
 class Noting:
-    """A mode that notes what is called."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -82,8 +75,6 @@ class Functions(Noting, TorchFunctionMode):
 
 
 class Logged(torch.Tensor):
-    """A subclass whose operators are seen."""
-
     seen: list[str] = []  # noqa: RUF012
 
     @classmethod
@@ -114,7 +105,6 @@ def test_modes_subclasses_and_the_profiler_see_the_operator(given: str):
 
 
 def counted(call: Any, *args: Any) -> tuple[int, Any]:
-    """The operations that PyTorch counts in a call."""
     with FlopCounterMode(display=False) as counter:
         found = call(*args)
     return counter.get_total_flops(), found
@@ -130,8 +120,7 @@ def test_a_training_step_counts_three_times_a_call(name: str, options: dict[str,
         x = torch.randn(T, B, I, dtype=layer.weight_hh_l0.dtype, requires_grad=True)
         start = [s.detach().requires_grad_() for s in flat(layer(x)[1])]
         hx = tuple(start) if len(start) > 1 else start[0]
-        rows = torch.nn.utils.rnn.pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
-        for given in (x, rows):
+        for given in (x, torch.nn.utils.rnn.pack_padded_sequence(x, LENGTHS, enforce_sorted=False)):
             forward, found = counted(layer, given, hx)
             backward, _ = counted(sum(t.sum() for t in flat(found)).backward)  # type: ignore[union-attr]
             assert backward == 2 * forward > 0
@@ -167,9 +156,7 @@ def test_vmap(name: str):
 
 
 def test_vmap_over_models():
-    """An ensemble: torch.nn's own layers have no batching rule."""
-    many = [pair("LSTM") for _ in range(3)]
-    x = torch.randn(T, B, I)
+    many, x = [pair("LSTM") for _ in range(3)], torch.randn(T, B, I)
     weights, buffers = stack_module_state([ours for _, ours in many])
     with torch.no_grad():
         found = vmap(lambda w, b: functional_call(many[0][1], (w, b), (x,))[0])(weights, buffers)
@@ -187,8 +174,7 @@ def test_forward_derivatives_are_pytorchs(no_grad: bool):
         wanted = jvp(lambda x: theirs(x)[0], (double(x),), (double(tangent),))
         agree(jvp(lambda x: ours(x)[0], (x,), (tangent,)), wanted)
         with forward_ad.dual_level():
-            found = forward_ad.unpack_dual(ours(forward_ad.make_dual(x, tangent))[0])
-            agree(found, wanted)
+            agree(forward_ad.unpack_dual(ours(forward_ad.make_dual(x, tangent))[0]), wanted)
         agree(jacfwd(lambda x: ours(x)[0])(x), jacfwd(lambda x: theirs(x)[0])(double(x)))
         with pytest.warns(UserWarning, match="own layer runs: forward derivatives are asked for$"):
             jvp(lambda x: ours.eval()(x)[0], (x,), (tangent,))
@@ -199,7 +185,6 @@ def test_forward_derivatives_are_pytorchs(no_grad: bool):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_functional_call_under_torch_compile(backend: str, binds: list[int]):
-    """With other weights than the layer's, then with its own; packed once each."""
     theirs, ours, x = case("LSTM", num_layers=2, bidirectional=True)
     halved = {name: 0.5 * w for name, w in ours.state_dict().items()}
     fast = torch.compile(lambda x, weights: functional_call(ours, weights, (x,)), backend=backend, fullgraph=True)
@@ -301,10 +286,8 @@ def test_a_layer_of_modules_refuses_what_it_cannot_see(kind: str):
     module = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu")
     weights = {p.name: np.ones(p.shape, np.float32) for p in module.manifest.parameters}
     layer, x = module.bind(weights), torch.randn(T, B, I)
-
     def call(x: Any) -> Any:
         return layer(x)[0]
-
     with pytest.raises(ArgumentError, match=r"^x="), torch.no_grad():
         if kind in ("make_fx", "pre-dispatch"):
             make_fx(call, pre_dispatch=kind == "pre-dispatch")(x)

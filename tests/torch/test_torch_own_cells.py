@@ -1,7 +1,4 @@
-"""Cells of one's own in PyTorch: ecornn.torch.Recurrent, layers of these, and of built-in ones with options, that
-train; and ``ecornn.torch.cell``, steps that are written in PyTorch, as cells."""
-
-from __future__ import annotations
+"""Cells of one's own in PyTorch: ecornn.torch.Recurrent and its layers that train; and ``ecornn.torch.cell``."""
 
 import copy
 from collections.abc import Callable
@@ -10,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -26,8 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Smoothed(ecornn.Cell):
-    """A leaky unit and a smoothed copy of it, whose two states have parameters of their own."""
-
     name = "smoothed"
     states = ("h", "slow")
 
@@ -44,8 +40,6 @@ class Smoothed(ecornn.Cell):
 
 
 class ByHand(torch.nn.Module):
-    """The same in PyTorch's operations, of the parameters of a Recurrent in float64: y and the states."""
-
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.layer = layer
@@ -101,10 +95,8 @@ def test_built_in_cells_with_options_train_as_layers():
     assert kind_of(text_of(ours)).cell is ours.cell
     name = name_of(Smoothed())
     assert name.startswith("smoothed@") and name.endswith(f"={__name__}:Smoothed")
-    with pytest.raises(ArgumentError, match="make an ecornn"):
-        cell_of("smoothed@00000000")
-    with pytest.raises(ArgumentError, match="the cell that"):
-        cell_of(f"smoothed@00000000={__name__}:Smoothed")
+    refused(ArgumentError, "make an ecornn", cell_of, "smoothed@00000000")
+    refused(ArgumentError, "the cell that", cell_of, f"smoothed@00000000={__name__}:Smoothed")
 
 
 def test_a_training_step_does_not_analyse_the_cell_again(monkeypatch: pytest.MonkeyPatch):
@@ -128,8 +120,7 @@ def test_a_cell_is_of_any_size_and_has_the_modules_names():
     assert cell.name == "mine" and cell.states == ("h",)
     assert cell.parameters(5, 8) == {"x_weight": (2, 8, 5), "x_bias": (2, 8), "f_weight": (1, 8, 8),
                                      "n_weight": (1, 8, 8)}
-    other = ecornn.torch.cell(MGU(4, 3), name="mine")
-    assert other.identity().partition("@")[2] == cell.identity().partition("@")[2]
+    assert ecornn.torch.cell(MGU(4, 3), name="mine").identity().partition("@")[2] == cell.identity().partition("@")[2]
     joint = ecornn.torch.cell(Joint(I, H), input_size=I, hidden_size=H)
     weights, whole = joint.weights(layer=2), dict(joint.traced.step.named_parameters())["gates.0.weight"]
     torch.testing.assert_close(torch.cat([weights["gates_0_weight_0_l2"], weights["gates_0_weight_1_l2"]], 1), whole)
@@ -137,8 +128,6 @@ def test_a_cell_is_of_any_size_and_has_the_modules_names():
 
 
 class Wrong(nn.Module):
-    """Its forward is one of FAULTS."""
-
     def __init__(self) -> None:
         super().__init__()
         self.input_size, self.hidden_size = I, H
@@ -162,8 +151,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
     "rows alike": (lambda m, x, h: h + m.scale * torch.arange(len(h))[:, None], "differs between rows of the batch"),
-    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read"),
-}
+    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read")}
 NO_LINE = ("number", "returned")
 
 
@@ -184,13 +172,11 @@ def test_missing_sizes_and_names_are_errors():
     for step, options, words in ((nn.Linear(3, 3), {}, r"input_size=None.*an attribute of the module"),
                                  (3, {}, "step=3"), (MGU(I, H), {"states": "h"}, "states='h'"),
                                  (lambda x: x, sizes, "arguments behind x"), (MGU(I, H), {"name": "1"}, "name='1'")):
-        with pytest.raises(ArgumentError, match=words):
-            ecornn.torch.cell(step, **options)
+        refused(ArgumentError, words, ecornn.torch.cell, step, **options)
 
 
 # -- what a module does beside its forward's expressions ----------------------------------------
 def one_step(cell: ecornn.Cell, x: torch.Tensor, *states: torch.Tensor) -> list[np.ndarray]:
-    """The new states, by the te step in float64."""
     weights = ecornn.derive(cell, {n: w.detach().numpy() for n, w in cell.weights().items()}, x.shape[1],
                             states[0].shape[1])
     before = [np.zeros(tuple(states[0].shape))] * cell.shown + [s.numpy() for s in states]
@@ -199,7 +185,6 @@ def one_step(cell: ecornn.Cell, x: torch.Tensor, *states: torch.Tensor) -> list[
 
 
 def same_step(module: nn.Module, *states: torch.Tensor, **options: Any) -> ecornn.Cell:
-    """The cell of a module, whose step is the module's."""
     cell = ecornn.torch.cell(module, **{"input_size": I, "hidden_size": H, **options})
     x = torch.randn(B, I, generator=torch.Generator().manual_seed(5))
     states = states or (torch.randn(B, H, generator=torch.Generator().manual_seed(6)),)
@@ -212,8 +197,6 @@ def same_step(module: nn.Module, *states: torch.Tensor, **options: Any) -> ecorn
 
 
 class Module(nn.Module):
-    """Carries out a function of itself."""
-
     def __init__(self, forward: Callable[..., Any], **own: Any) -> None:
         super().__init__()
         self.lin, self.x, self.run = nn.Linear(H, H), nn.Linear(I, H), forward
@@ -265,7 +248,6 @@ def test_hooks_and_parametrizations():
 def test_buffers_and_frozen_parameters_do_not_train(one_thread: None):
     def step(m, x, h):
         return torch.lerp(torch.tanh(x + F.linear(h, m.lin.weight * m.mask, m.lin.bias)), h, m.tau) * (1 - m.leak)
-
     module = Module(step)
     module.register_buffer("mask", (torch.rand(H, H) > 0.5).float())
     module.register_buffer("tau", torch.rand(H))

@@ -4,8 +4,6 @@ values and gradients through several steps, or an error of ours; and each operat
     ECORNN_RANDOM=0:500 python -m pytest -m exhaustive -s tests/torch/test_torch_traced_values.py
 """
 
-from __future__ import annotations
-
 import collections
 import warnings
 from collections.abc import Callable, Sequence
@@ -45,7 +43,6 @@ def test_a_few(first: int, one_thread: None):
 @pytest.mark.parametrize("seed", [2, 16])
 @pytest.mark.filterwarnings("ignore")
 def test_two_as_layers(seed: int, one_thread: None):
-    """Compiled, with states from zeros as from others."""
     drawn = draw(seed)
     assert drawn.wanted == CAPTURED
     as_a_layer(drawn, cell_of(drawn))
@@ -55,7 +52,6 @@ def test_two_as_layers(seed: int, one_thread: None):
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 def test_many(one_thread: None):
-    """Every twentieth as a compiled layer as well."""
     found: collections.Counter[str] = collections.Counter()
     for seed in (chosen := seeds(range(60))):
         drawn = draw(seed)
@@ -81,11 +77,9 @@ MODULES: dict[str, tuple[Callable[[int, int], nn.Module], dict[str, Any], int]] 
 def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: None):
     """By the te step in float64, and compiled with the module's own weights: values and gradients."""
     kind, options, count = MODULES[name]
-
     def make() -> nn.Module:
         torch.manual_seed(0)
         return kind(I, H)
-
     drawn = Drawn(make(), options, CAPTURED, I, H, count, name in ("LSTMCell", "norms"), [name], make)
     by_numpy(drawn, cell_of(drawn), 1e-6)  # constants of a step are float32
     as_a_layer(drawn, cell_of(drawn))
@@ -114,7 +108,6 @@ def test_gradients_reach_the_modules_weights(kind: type[nn.Module], one_thread: 
 
 
 def cell_of(drawn: Drawn) -> Any:
-    """The cell; None where it is refused."""
     try:
         return ecornn.torch.cell(drawn.module, input_size=drawn.input, hidden_size=drawn.hidden, **drawn.options)
     except CellError as error:
@@ -123,7 +116,6 @@ def cell_of(drawn: Drawn) -> Any:
 
 
 def outcome(drawn: Drawn) -> str:
-    """``captured`` or ``refused``; what is captured must be the module."""
     cell = cell_of(drawn)
     if cell is None:
         return "refused"
@@ -133,8 +125,7 @@ def outcome(drawn: Drawn) -> str:
 
 
 def loop(drawn: Drawn, kind: torch.dtype) -> tuple[Any, ...]:
-    """Inputs, and what the module makes of them step by step: the states after each step, and gradients; None where
-    PyTorch has none."""
+    """The states after each step of the module, and gradients; None where PyTorch has none."""
     module = drawn.again().to(kind)
     for name, value in vars(module).items():  # tensors that are neither parameters nor buffers stay as they were
         if isinstance(value, torch.Tensor):
@@ -143,7 +134,6 @@ def loop(drawn: Drawn, kind: torch.dtype) -> tuple[Any, ...]:
     x = torch.randn(T, B, drawn.input, generator=generator).to(kind).requires_grad_()
     states = [torch.randn(B, drawn.hidden, generator=generator).to(kind).requires_grad_() for _ in range(drawn.states)]
     upstream = [torch.randn(B, drawn.hidden, generator=generator).to(kind) for _ in states]
-
     def run() -> tuple[Any, list[Any]]:
         now, y = [s * 1.0 for s in states], None
         for row in x * 1.0:
@@ -176,7 +166,6 @@ def near(found: Any, wanted: Any, limit: float, what: str, largest: float = 0.0)
 
 
 def by_numpy(drawn: Drawn, cell: Any, limit: float = LIMIT) -> None:
-    """By the interpreter of te graphs, and the adjoint of the analysis, through T steps."""
     try:
         found = loop(drawn, torch.float64)
     except RuntimeError:  # constants of another type
@@ -231,7 +220,6 @@ def compare_weights(cell: Any, module: Any, wanted: dict[str, Any], found: dict[
 
 
 def as_a_layer(drawn: Drawn, cell: Any) -> None:
-    """As a compiled layer with the module's weights, in float32."""
     module, x, states, upstream, y, now, inner, outer = loop(drawn, torch.float64)
     layer = ecornn.torch.Recurrent(cell, drawn.input, drawn.hidden)
     with warnings.catch_warnings():
@@ -309,10 +297,8 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
 
 
 def cell_of_operators(names: Sequence[str]) -> ecornn.Cell:
-    """Of a step that has a state for each."""
     def step(x, *states):
         return tuple(OPERATORS[name](x, h) for name, h in zip(names, states, strict=True))
-
     return ecornn.torch.cell(step, input_size=16, hidden_size=16, states=[f"h{n}" for n in range(len(names))])
 
 
@@ -325,8 +311,7 @@ def test_operators_are_pytorchs(monkeypatch: pytest.MonkeyPatch):
         x, *states = (0.05 + 0.9 * torch.rand(1, 4, 16, generator=generator, dtype=torch.float64)
                       for _ in range(1 + len(names)))
         cell = cell_of_operators(names)
-        weights = ecornn.derive(cell, {}, 16, 16)
-        _, last = ecornn.reference(cell, x.numpy(), weights, [h[0].numpy() for h in states])
+        _, last = ecornn.reference(cell, x.numpy(), ecornn.derive(cell, {}, 16, 16), [h[0].numpy() for h in states])
         # numbers of a step are float32: a part in 1.7e7 of values near 1, also where terms cancel
         for name, found, h in zip(names, last, states, strict=True):
             np.testing.assert_allclose(found, OPERATORS[name](x[0], h[0]), rtol=1e-6, atol=1e-7, err_msg=name)

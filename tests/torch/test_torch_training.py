@@ -1,7 +1,4 @@
-"""Training with ecornn.torch on a CPU: gradients against torch.nn in float64, what surrounds a backward pass, and what
-is kept for it. The cases of PyTorch's own tests are in test_pytorch_cases_*.py."""
-
-from __future__ import annotations
+"""Training with ecornn.torch on a CPU: gradients against torch.nn in float64, and what is kept for them."""
 
 import copy
 from collections.abc import Callable
@@ -38,18 +35,15 @@ def test_saved_tensors_may_be_away():
     """In a file, say, and at another address when they are back."""
     _, ours, x = case("LSTM")
     wanted = torch.autograd.grad(ours(x.requires_grad_())[0].square().sum(), x)[0]
-
     def back(values: torch.Tensor) -> torch.Tensor:
         room = torch.empty(values.numel() * values.element_size() + 4, dtype=torch.uint8)
         return room[4:].view(values.dtype).view(values.shape).copy_(values)
-
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), back):
         y, _ = ours(x)
     assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], wanted)
 
 
 def test_under_torch_compile():
-    """In one graph, also of other T and B, whose sizes are symbols then."""
     theirs, ours = pair("LSTM")
     torch._dynamo.reset()
     fast = torch.compile(lambda x: ours(2 * x)[0].sin(), fullgraph=True)
@@ -79,20 +73,16 @@ def test_packed_sequences_under_torch_compile():
 
 
 def test_transforms():
-    """torch.func's, of one another as far as gradients are taken once."""
     theirs, ours = pair("LSTM")
     xs = torch.randn(3, T, B, I)
     weights = {name: w.detach() for name, w in ours.named_parameters()}
-
     def loss(layer: Any, weights: Any, x: Any) -> Any:
         return functional_call(layer, weights, (x,))[0].square().sum()
 
     def exact(x: Any) -> dict[str, torch.Tensor]:
         wanted = {name: w.detach().requires_grad_() for name, w in theirs.named_parameters()}
         return dict(zip(wanted, torch.autograd.grad(loss(theirs, wanted, x.double()), [*wanted.values()]), strict=True))
-
-    each = [exact(x) for x in xs]
-    one = grad(lambda w: loss(ours, w, xs[0]))(weights)
+    each, one = [exact(x) for x in xs], grad(lambda w: loss(ours, w, xs[0]))(weights)
     samples = vmap(grad(lambda w, x: loss(ours, w, x)), in_dims=(None, 0))(weights, xs)
     added = grad(lambda w: vmap(lambda x: loss(ours, w, x))(xs).sum())(weights)
     for name in weights:
@@ -105,7 +95,6 @@ def test_transforms():
 @pytest.mark.parametrize("p", [0.3, 0.7])
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_draws_as_pytorch_does(packed: bool, p: float):
-    """Between the layers, with what is left scaled up, and only in training."""
     theirs, ours, x = training_case("GRU", num_layers=2, dropout=p)
     theirs.float()
     x = pack_padded_sequence(x, LENGTHS, enforce_sorted=False) if packed else x
@@ -123,7 +112,6 @@ def test_dropout_draws_as_pytorch_does(packed: bool, p: float):
 
 
 def test_wrong_gradients_are_refused():
-    """By PyTorch where a hook returns one, by the layer where its operator is called."""
     _, ours, x = case("GRU")
     y, _ = ours(x)
     y.grad_fn.register_prehook(lambda gradients: (gradients[0][1:], *gradients[1:]))
@@ -142,7 +130,6 @@ def test_wrong_gradients_are_refused():
 
 
 def test_500_steps_stay_with_torch_nn():
-    """Losses of Adam from the same weights, in float32: the running mean of a sequence."""
     torch.manual_seed(1)
     steps, batch, width = 12, 16, 16
     ours, head = ecornn.torch.LSTM(2, width, 2), torch.nn.Linear(width, 2)
@@ -152,8 +139,7 @@ def test_500_steps_stay_with_torch_nn():
     first = worst = 0.0
     for number in range(500):
         x = torch.randn(steps, batch, 2)
-        wanted = x.cumsum(0) / torch.arange(1, steps + 1)[:, None, None]
-        found = []
+        wanted, found = x.cumsum(0) / torch.arange(1, steps + 1)[:, None, None], []
         for (layer, last), optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(last(layer(x)[0]), wanted)
@@ -174,14 +160,11 @@ def normal(*shape: int) -> torch.Tensor:
     ecornn.torch.LSTM, pytest.param(ecornn.torch.GRU, marks=pytest.mark.exhaustive), ecornn.torch.RNN,
     lambda *sizes: Recurrent(Peephole(), *sizes)], ids=["LSTM", "GRU", "RNN", "own cell"])
 def test_gradcheck(make: Callable[..., Any]):
-    """Of x, first states and all weights, each value moved by itself."""
     layer = make(3, 5).double()
     count = len(layer.state_names)
-
     def call(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y, last = layer(x, given[:count] if count > 1 else given[0])
         return (y, *last) if count > 1 else (y, last)
-
     assert gradcheck(call, (normal(4, 2, 3), *(normal(1, 2, 5) for _ in range(count)), *layer.parameters()))
 
 
@@ -194,7 +177,6 @@ def test_single_values_of_large_weights_are_seen():
 
 
 def test_layers_of_float64_are_those_of_pytorch(name: str):
-    """Replaced; padded, packed, and their gradients, to the last digits."""
     theirs = getattr(torch.nn, name)(3, 5).double()
     model = torch.nn.ModuleDict({"layer": copy.deepcopy(theirs)})
     assert replace(model).swapped == ("layer",)
@@ -213,7 +195,6 @@ def test_layers_of_float64_are_those_of_pytorch(name: str):
 
 
 def forward_of(layer: torch.nn.Module, x: torch.Tensor) -> torch.fx.Node:
-    """The node of a traced call that keeps what a backward pass reads."""
     graph = make_fx(lambda x: layer(x)[0], tracing_mode="fake", _allow_non_fake_inputs=True)(x).graph
     (found,) = (node for node in graph.nodes if "recurrent_forward" in str(node.target))
     return found

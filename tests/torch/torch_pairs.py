@@ -1,7 +1,4 @@
-"""What tests of layers in PyTorch share: a layer of ours and torch.nn's in float64 on the same weights, calls and
-gradients of both. Sizes are the same in many files: these share what is compiled for them."""
-
-from __future__ import annotations
+"""Layers of ours and torch.nn's in float64 on the same weights, of sizes that share what is compiled for them."""
 
 import copy
 import functools
@@ -23,7 +20,6 @@ LENGTHS = [3, 6, 1, 5]
 
 
 def pair(name: str, **options: Any) -> tuple[Any, Any]:
-    """torch's layer or cell in float64 and ours, with the same weights."""
     ours = getattr(ecornn.torch, name)(I, H, **options).eval()
     theirs = getattr(torch.nn, name)(I, H, **options).double().eval()
     load(theirs, ours)
@@ -31,59 +27,49 @@ def pair(name: str, **options: Any) -> tuple[Any, Any]:
 
 
 def case(name: str, **options: Any) -> tuple[Any, Any, torch.Tensor]:
-    """The same, and an input."""
     theirs, ours = pair(name, **options)
     shape = (B,) if "Cell" in name else (B, T) if ours.batch_first else (T, B)
     return theirs, ours, torch.randn(*shape, I)
 
 
 def training_case(name: str, **options: Any) -> tuple[Any, Any, torch.Tensor]:
-    """The same in training mode."""
     theirs, ours, x = case(name, **options)
     return theirs.train(), ours.train(), x
 
 
 def of_both(limit: float = BACKWARD, **options: Any) -> Callable[[Any], Any]:
-    """Makes a test of a function of a layer in training mode and an input: what it returns for ours is what it returns
-    for torch.nn's, of each ``name``."""
+    """A test of a function of a layer that trains and an input: ours returns what torch.nn's does, of each ``name``."""
     def test_of(function: Any) -> Any:
         def test(name: str, **given: Any) -> None:
             theirs, ours, x = training_case(name, **options)
             close(function(ours, x, **given), function(theirs, x.double(), **given), limit)
-
         functools.update_wrapper(test, function)
         names = ["name", *[*inspect.signature(function).parameters][2:]]
         test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
         return test
-
     return test_of
 
 
 def load(theirs: torch.nn.Module, ours: torch.nn.Module) -> None:
-    """Our layer's weights as they are now, in float64."""
     theirs.load_state_dict({name: value.double() for name, value in ours.state_dict().items()})
 
 
 def operands(layer: Any, x: Any, *state: Any) -> tuple[Any, ...]:
-    """Of the operator."""
     return x, list(state), None, engine.weights_of(layer), text_of(layer)
 
 
 def primed(layer: Any, trains: bool = False) -> Any:
-    """The layer, called once for T and B: calls of fewer rows and other lengths use what was compiled for these."""
     with torch.set_grad_enabled(trains):
         layer(torch.zeros((B, T, I) if layer.batch_first else (T, B, I)))
     return layer
 
 
 def states(name: str, parts: int, batch: int = B, width: int = H) -> Any:
-    """First states (parts, batch, H), or without the axis for none; ``width`` is h's."""
     made = [torch.randn(*((parts, batch) if batch else (parts,)), w) for w in (width, H)[:1 + (name == "LSTM")]]
     return tuple(made) if len(made) > 1 else made[0]
 
 
 def gradients(layer: Any, x: Any, hx: Any = None, directions: Any = None) -> tuple[Any, list[torch.Tensor]]:
-    """What a layer gives, and the gradients, of a sum of that weighted by ``directions``, of x, states and weights."""
     kind = next(layer.parameters()).dtype
     leaves = [t.detach().to(kind).requires_grad_() for t in (x, *(() if hx is None else flat(hx)))]
     given = None if hx is None else tuple(leaves[1:]) if isinstance(hx, tuple) else leaves[1]
@@ -96,7 +82,6 @@ def gradients(layer: Any, x: Any, hx: Any = None, directions: Any = None) -> tup
 
 
 def alike(theirs: Any, ours: Any, x: Any, hx: Any = None) -> None:
-    """Values and all gradients of ours are torch.nn's."""
     wanted, exact = gradients(theirs, x, hx)
     found, made = gradients(ours, x, hx)
     close(found, wanted)
@@ -104,14 +89,12 @@ def alike(theirs: Any, ours: Any, x: Any, hx: Any = None) -> None:
 
 
 def with_seed(layer: Any, x: Any, seed: int) -> tuple[Any, list[torch.Tensor]]:
-    """y of a call that draws, and the gradients of its weights."""
     torch.manual_seed(seed)
     y = flat(layer(x)[0])[0]
     return y, list(torch.autograd.grad(y.square().sum(), layer.parameters()))
 
 
 def ancestors(tensor: torch.Tensor) -> str:
-    """The names of the functions that it comes from."""
     seen, todo, names = set(), [tensor.grad_fn], []
     while todo:
         node = todo.pop()
@@ -123,7 +106,6 @@ def ancestors(tensor: torch.Tensor) -> str:
 
 
 def copied(model: Any, how: str) -> Any:
-    """A copy of a model, by one of the ways there are."""
     if how == "deepcopy":
         return copy.deepcopy(model)
     if how == "pickle":

@@ -1,7 +1,5 @@
 """Steps in PyTorch, and what such are made of: subclasses, functions with a backward of their own, statements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,8 +8,6 @@ from torch.nn import functional as F
 
 
 class Spike(torch.autograd.Function):
-    """A step function whose gradient is another function's."""
-
     @staticmethod
     def forward(ctx, v):
         ctx.save_for_backward(v)
@@ -24,8 +20,6 @@ class Spike(torch.autograd.Function):
 
 
 class Clipped(torch.autograd.Function):
-    """The same value; its gradient is clipped."""
-
     @staticmethod
     def forward(ctx, v):
         return v.clone()
@@ -36,8 +30,6 @@ class Clipped(torch.autograd.Function):
 
 
 class Cubed(torch.autograd.Function):
-    """With the gradient that it has."""
-
     @staticmethod
     def forward(ctx, v):
         ctx.save_for_backward(v)
@@ -50,15 +42,11 @@ class Cubed(torch.autograd.Function):
 
 
 class Doubled(nn.Linear):
-    """A subclass with a forward of its own."""
-
     def forward(self, v):
         return 2 * super().forward(v) - 0.1
 
 
 class NormedLSTM(nn.LSTMCell):
-    """A subclass of PyTorch's cell with a forward of its own."""
-
     def __init__(self, I, H):
         super().__init__(I, H)
         self.norm = nn.LayerNorm(4 * H)
@@ -73,40 +61,32 @@ class NormedLSTM(nn.LSTMCell):
 
 
 class SlowGRU(nn.GRUCell):
-    """The same of a GRU: half of the old state stays."""
-
     def forward(self, x, hx):
         return 0.5 * hx + 0.5 * super().forward(x, hx)
 
 
 class LeakyRNN(nn.RNNCell):
-    """Of a vanilla cell."""
-
     def forward(self, input, hx):
         return torch.lerp(hx, super().forward(input, hx), 0.3)
 
 
 def assigned(g: Any, H: int) -> Any:
-    """Gates of which all but the first are assigned to."""
     g = g.clone()
     g[:, H:] = g[:, H:] * 0.5
     return g
 
 
 def written(both: Any, q: Any, H: int) -> Any:
-    """Gates of which the first is written to."""
     both[:, :H].mul_(2).add_(q)
     return both[:, :H] * 0.5
 
 
 def silent(p: Any) -> Any:
-    """Without gradients."""
     with torch.no_grad():
         return p * 2
 
 
 def hooked(p: Any) -> Any:
-    """With a hook that halves its gradient."""
     p = p * 1.0
     if p.requires_grad:
         p.register_hook(lambda g: g * 0.5)
@@ -114,13 +94,11 @@ def hooked(p: Any) -> Any:
 
 
 def counted(m: Any, p: Any) -> Any:
-    """Times the number of calls."""
     m.calls = getattr(m, "calls", 0) + 1
     return p * m.calls
 
 
 def trained(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
-    """As after some training."""
     with torch.no_grad():
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
@@ -131,8 +109,6 @@ def trained(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
 
 # -- whole steps ----------------------------------------------------------------------------------
 class MGU(nn.Module):
-    """Linear, chunk of a sum, a product of what is gated."""
-
     def __init__(self, I: int, H: int) -> None:
         super().__init__()
         self.input_size, self.hidden_size = I, H
@@ -166,8 +142,6 @@ class Norms(nn.Module):
 
 
 class Joint(nn.Module):
-    """One Linear of x and h side by side, conditions, bounds, powers; and PyTorch's own cell inside."""
-
     def __init__(self, I: int, H: int) -> None:
         super().__init__()
         self.gates = nn.Sequential(nn.Linear(I + H, 2 * H), nn.Identity(), nn.Hardtanh(-0.9, 0.8))
@@ -181,8 +155,7 @@ class Joint(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Products through three values, of x as well: of low rank, with a bias and a normalization between, side by side
-    with a state, and a parameter that is used transposed."""
+    """Products through three values, of low rank, normalized between, side by side with a state; a transposed one."""
 
     def __init__(self, I: int, H: int) -> None:
         super().__init__()

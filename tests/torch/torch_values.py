@@ -1,7 +1,5 @@
 """How tests compare what layers in PyTorch give: tensors, tuples of them, packed sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
 
 
 def flat(result: Any) -> list[Any]:
-    """Every tensor of a result, in order."""
     if isinstance(result, PackedSequence):
         return [result.data]
     return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
@@ -30,18 +27,15 @@ def error(found: Any, wanted: Any) -> float:
 
 
 def agree(ours: Any, theirs: Any, limit: float = 1e-6) -> None:
-    """Every tensor of a result, by shape and relative error."""
     for one, other in zip(flat(ours), flat(theirs), strict=True):
         one, other = one.detach(), other.detach()
         assert one.shape == other.shape and error(one, other) < limit
 
 
 def close(found: Any, wanted: Any, limit: float = FORWARD) -> None:
-    """As :func:`agree`, also of what both have in float32."""
     agree(found, [t.double() for t in flat(wanted)], limit)
 
 
 def same(found: Any, wanted: Any) -> None:
-    """Bit for bit, and of one type."""
     for one, other in zip(flat(found), flat(wanted), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)

@@ -1,7 +1,5 @@
 """`ecornn log`: lists, merges, imports, prunes and verifies logs: nothing valid is lost, and nothing counts twice."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,9 +53,7 @@ logs = st.lists(records, max_size=8)
 def test_merging_is_commutative_associative_and_idempotent(a, b, c):
     def union(*parts):
         return merge(line for part in parts for line in lines(part)).records
-
-    assert union(a, b) == union(b, a)
-    assert union(union(a, b), c) == union(a, union(b, c))
+    assert union(a, b) == union(b, a) and union(union(a, b), c) == union(a, union(b, c))
     assert union(union(a, b), b) == union(a, b) and union(union(a)) == union(a)
 
 
@@ -84,8 +80,7 @@ def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
     assert f"kept out {theirs}:2: conflicts with {mine}:2" in output and output.count("kept out") == 1
     assert f"skipped {theirs}:5: version 9" in output and f"skipped {theirs}:6: " in output
     found = [line.record for line in read(out).lines]
-    assert [type(r).__name__ for r in found] == ["Start", *["Trial"] * 4, "Finish"]
-    assert found[1].times.median == 2.0
+    assert [type(r).__name__ for r in found] == ["Start", *["Trial"] * 4, "Finish"] and found[1].times.median == 2.0
     other, again = tmp_path / "other.jsonl", tmp_path / "again.jsonl"
     run("log", "merge", theirs, mine, "-o", other)
     assert out.read_bytes() == other.read_bytes()
@@ -96,12 +91,10 @@ def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
 
 def test_import_adds_what_is_new_to_the_users_folder(folder, path):  # noqa: F811
     append(path, start(), trial(time=DAY), finish())
-    assert "3 records added" in run("log", "import", path)
-    assert "0 records added" in run("log", "import", path)
+    assert "3 records added" in run("log", "import", path) and "0 records added" in run("log", "import", path)
     append(path, trial(index=1, time=DAY))
     append(folder / "imported.jsonl", *[trial(time=DAY)] * 3)  # which were there twice
-    assert run("log", "import", path).startswith("1 records added")
-    assert len(read(folder / "imported.jsonl").lines) == 4
+    assert run("log", "import", path).startswith("1 records added") and len(read(folder / "imported.jsonl").lines) == 4
     assert "persistent" in run("log", "best")
 
 
@@ -114,7 +107,6 @@ def test_what_is_no_log_is_neither_listed_nor_merged(command, folder, tmp_path):
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Two runs, without their starts, of a workload of which no record ships, and a failure."""
     path, work = tmp_path / "one.jsonl", Workload("lstm", 799, 800, 20, 300, "bfloat16")
     append(path, timed(9.0, workload=work, config={"blocks": 1}), failed(workload=work),
            timed(4.0, workload=work, config={"blocks": 2}, run="cd-1"))
@@ -217,19 +209,16 @@ def test_the_best_is_a_current_one_where_there_is_one(path):
 
 def test_the_best_is_what_look_up_chooses(tmp_path):
     """Of one configuration the latest final time counts, with a knob that came later or without, and not the least."""
-    device = KNOWN["sm_90a"]
-    task = make_task(get("lstm"), Workload("lstm", 256, 256, 16, 100, "float16"), device)
+    task = make_task(get("lstm"), Workload("lstm", 256, 256, 16, 100, "float16"), KNOWN["sm_90a"])
     persistent = all_schedules()["persistent"]
     default = dict(persistent.default(task))
     other = next({**default, "warps": warps} for warps in (2, 3, 4, 5, 6) if warps != default["warps"]
                  and persistent.check(task, {**default, "warps": warps}) is None)
     lacking = {k: v for k, v in default.items() if k != "hoisted"}
     default["hoisted"] = "float32"
-
     def final(index: int, config: dict, us: float, hour: int) -> Trial:
         return trial(index=index, stage="final", revision=persistent.revision, config=config, check=1e-4,
                      times=Times.of([us]), time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)
-
     for first in (default, lacking):
         log = Log(lines([final(0, first, 1.0, 10), final(1, default, 3.0, 12), final(2, other, 2.0, 11)]))
         (best,) = best_lines(log, revisions())
@@ -248,14 +237,12 @@ def test_prune_keeps_the_fastest_and_runs_under_way(path, tmp_path):
     assert [t.config["k"] for t in log.trials() if t.run == "ab-1"] == [0, 1, 2]
     assert [t.revision for t in log.trials() if t.run == "ab-1"] == [now] * 3  # the stale copy is gone
     assert [t.error for t in log.trials() if t.run == "cd-1"] == ["build: no"]
-    assert "7 of 7 records kept" in run("log", "prune", path, "--keep", "3")
-    assert not list(tmp_path.glob(".*"))
+    assert "7 of 7 records kept" in run("log", "prune", path, "--keep", "3") and not list(tmp_path.glob(".*"))
 
 
 def test_prune_keeps_a_finished_run_that_goes_on(path):
     def trials(first: int, last: int, time: str = DAY) -> list[Trial]:
         return [trial(index=i, times=Times.of([1.0 + i]), config={"k": i}, time=time) for i in range(first, last)]
-
     append(path, start(), *trials(0, 4), structs.replace(finish(), trials=4))
     whole = path.read_bytes()
     append(path, *trials(4, 7))  # in the same second
@@ -277,8 +264,7 @@ def test_pruning_never_loses_the_best(records, keep):
     after = worth_keeping(before, {"persistent": 1}, keep)
     times = [line.record.times.median for line in before if getattr(line.record, "times", None)]
     left = [line.record.times.median for line in after if getattr(line.record, "times", None)]
-    assert min(times, default=0) == min(left, default=0)
-    assert worth_keeping(after, {"persistent": 1}, keep) == after
+    assert min(times, default=0) == min(left, default=0) and worth_keeping(after, {"persistent": 1}, keep) == after
 
 
 def test_stats_say_what_there_is(path):

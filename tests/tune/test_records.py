@@ -1,7 +1,4 @@
-"""The log's format: whatever is in a file, also mutated lines and compressed, records come out or a problem that names
-the line; files are written whole, and none that is larger than it looks is read."""
-
-from __future__ import annotations
+"""The log's format: of any file records come out, or a problem that names the line; files are written whole."""
 
 import gzip
 import json
@@ -28,11 +25,10 @@ DAY = "2026-01-31T12:00:00Z"
 
 
 def trial(**changes: object) -> Trial:
-    fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100,
-              "schedule": "persistent", "revision": 1, "generation": 2,
-              "config": {"blocks": 100, "hidden": True, "m": "x"},
-              "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]),
-              "check": 1e-3, "source": "00ff"}
+    fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100, "schedule": "persistent",
+              "revision": 1, "generation": 2, "config": {"blocks": 100, "hidden": True, "m": "x"},
+              "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]), "check": 1e-3,
+              "source": "00ff"}
     return Trial(**{**fields, **changes})
 
 
@@ -53,7 +49,6 @@ TOKENS = [b"null", b"true", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'""', b"\\u0
 
 
 def mutated(rng: random.Random, line: bytes) -> bytes:
-    """A line with one to four mutations: bytes, tokens, cuts, repetitions, swapped fields."""
     data = bytearray(line)
     for _ in range(rng.randint(1, 4)):
         at, end = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))
@@ -107,8 +102,7 @@ def test_a_torn_last_line_is_reported_and_the_rest_kept(first, last, cut):
     whole, torn = encode(first), encode(last)
     torn = torn[:min(cut, len(torn) - 2)]
     log = parse(whole + torn, Path("x.jsonl"))
-    assert [line.record for line in log.lines] == [first]
-    assert log.problems == ["x.jsonl:2: torn last line"]
+    assert [line.record for line in log.lines] == [first] and log.problems == ["x.jsonl:2: torn last line"]
 
 
 @settings(max_examples=300)
@@ -427,10 +421,8 @@ def test_what_ships_is_whole():
 
 @pytest.mark.parametrize("hidden", [128, 800, 12])
 def test_lines_of_other_sizes_are_passed_over(hidden: int):
-    """Written in any way; what may be of this size is read as strictly as ever."""
     def trials(log: Log) -> list[tuple[str, Trial]]:
         return [(line.place, line.record) for line in filter(is_trial, log.lines)]
-
     log = read_all([shipped_folder()], hidden)
     assert trials(log) == [one for one in trials(read_all([shipped_folder()])) if one[1].workload.hidden == hidden]
     rows = [row % hidden for row in (b'{"hidden": %d, "nobody": 1}', b'{"hidden"\t:%d0}', b'{"hid": %d}', b"junk %d")]

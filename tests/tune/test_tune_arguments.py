@@ -1,7 +1,4 @@
-"""What a search is asked for: what it refuses before anything is started, which device a target means, and which
-devices are the same to runs, records and servers."""
-
-from __future__ import annotations
+"""What a search is asked for: what it refuses at once, which device a target means, which devices are the same."""
 
 import io
 import subprocess
@@ -14,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 from events import until
 from msgspec import structs
+from refusals import refused
 from rich.console import Console
 from test_records import WORK, trial
 from tune_fakes import DEVICE, ENTRIES, Fake, make
@@ -62,16 +60,14 @@ def test_a_bad_argument_is_named_and_nothing_is_written(argument, value, tmp_pat
 
 def test_without_a_compiler_it_says_so_and_tries_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match="no-such-compiler"):
-        tune("lstm", **LAYER, output=tmp_path / "log.jsonl")
+    refused(BuildError, "no-such-compiler", tune, "lstm", **LAYER, output=tmp_path / "log.jsonl")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_no_log_is_not_written_to(tmp_path):
     path = tmp_path / "lstm.so"
     path.write_bytes(b"\x7fELF\n\x00\x01")
-    with pytest.raises(RecordError, match="is no tuning log"):
-        tune("lstm", **LAYER, output=path)
+    refused(RecordError, "is no tuning log", tune, "lstm", **LAYER, output=path)
     assert path.read_bytes() == b"\x7fELF\n\x00\x01"
 
 
@@ -123,8 +119,6 @@ TRACKER = Tracker("127.0.0.1", 9190, "test")
 
 
 class Held:
-    """A session with a server, which may be ``older`` than what asks it to get ready."""
-
     older, warmed = False, 0
 
     def get_function(self, name: str) -> Any:
@@ -140,7 +134,6 @@ class Held:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch):
-    """Makes a server that measures on a device."""
     def served(device: Device) -> None:
         monkeypatch.setattr(Tracker, "servers", lambda _: 1)
         monkeypatch.setattr(remote, "_request", lambda _: Held())
@@ -163,7 +156,6 @@ def test_records_of_equal_machines_are_rivals():
     def lines(*devices: Device) -> list[Line]:
         return [Line(Path("a.jsonl"), n, trial(index=n, device=device, config={"k": n}, times=Times.of([1.0 + n])))
                 for n, device in enumerate(devices)]
-
     for among in (best_lines(Log(lines(BEFORE, AFTER)), {}), worth_keeping(lines(BEFORE, AFTER), {}, 1)):
         assert [line.record.config for line in among] == [{"k": 0}]
     assert len(best_lines(Log(lines(BEFORE, *OTHERS)), {})) == 1 + len(OTHERS)
@@ -176,8 +168,7 @@ def test_equal_servers_measure_for_one_run(serve):
     Connection(TRACKER, BEFORE)
     for other in OTHERS[:-1]:
         serve(other)
-        with pytest.raises(NoServer, match="give it another key"):
-            Connection(TRACKER, BEFORE)
+        refused(NoServer, "give it another key", Connection, TRACKER, BEFORE)
 
 
 def test_what_was_built_for_a_gpu_serves_its_equals(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -200,8 +191,7 @@ def test_a_target_that_servers_measure_on(target, serve):
     ("znver4", "target='znver4'"), (KNOWN["sm_80"], r"target='NVIDIA A100 \(sm_80, 108 cores\)'")])
 def test_a_target_that_servers_do_not_measure_on_is_refused(target, said, serve):
     serve(H100)
-    with pytest.raises(DeviceError, match=said):
-        Session(target, tracker=TRACKER)
+    refused(DeviceError, said, Session, target, tracker=TRACKER)
 
 
 def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve, monkeypatch):
@@ -215,16 +205,14 @@ def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve, monkeypatch):
     Connection(TRACKER, share)
     for other in (structs.replace(H100, cores=60), KNOWN["sm_80"]):  # too small, or another GPU
         serve(other)
-        with pytest.raises(NoServer, match="give it another key"):
-            Connection(TRACKER, share)
+        refused(NoServer, "give it another key", Connection, TRACKER, share)
 
 
 def test_a_cpu_by_name_is_not_this_one():
     here = resolve("cpu")
     other = resolve("neoverse-v1" if here.arch != "neoverse-v1" else "znver4")
     for target in (other, other.arch):
-        with pytest.raises(DeviceError, match=f"target='{other.arch}.*must be in this machine"):
-            Session(target)
+        refused(DeviceError, f"target='{other.arch}.*must be in this machine", Session, target)
     assert all(Session(t).device == here for t in (here, structs.replace(here, name="mine", memory=0), here.arch))
 
 
@@ -241,8 +229,7 @@ def test_all_cores_of_a_cpu_measure_with_the_features_that_are_asked_for():
 def test_without_a_gpu_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_gpu, "detect", lambda index=0: None)
     for target in ("cuda", "sm_90a"):
-        with pytest.raises(DeviceError, match=f"target='{target}' .*no CUDA GPU.* behind a tracker"):
-            present(target)
+        refused(DeviceError, f"target='{target}' .*no CUDA GPU.* behind a tracker", present, target)
     assert present(None) == resolve("cpu")
 
 
@@ -260,5 +247,4 @@ def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, 
     for count, expected in ((1, f"--dtype bfloat16{said} -o lstm800.so"), (2, f"`ecornn compile{said}` uses it")):
         console = Console(soft_wrap=True, file=io.StringIO())
         run(console, session, [{"cell": "lstm"}] * count, target, {}, found := [], torch=False)
-        assert found == [result] * count
-        assert expected in console.file.getvalue()
+        assert found == [result] * count and expected in console.file.getvalue()

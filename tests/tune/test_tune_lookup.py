@@ -1,7 +1,5 @@
 """Which record is used, and what is said about it."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path
@@ -53,10 +51,8 @@ def found(*trials: Trial, task: Task = TASK):
 
 
 def test_records_that_are_too_far_are_named():
-    """Who tunes B = 20 and compiles B = 1 must not think that nothing is there: the nearest ones alone, none that
-    failed or is another cell's, H's or kind of device's."""
-    said = "untuned default of fake: no record applies; there are some for "
-    far = trial(batch=32)
+    """The nearest ones alone, none that failed or is another cell's, H's or kind of device's."""
+    said, far = "untuned default of fake: no record applies; there are some for ", trial(batch=32)
     assert found(far).provenance == said + "B=32"
     assert found(far, trial(workload=Workload("lstm", 8, 8, 64, 10, "bfloat16"))).provenance == said + "B=32"
     assert found(trial(workload=Workload("lstm", 8, 8, 4, 10, "bfloat16"))).provenance == said + "bfloat16"
@@ -113,7 +109,6 @@ def test_the_nearest_input_size_counts_after_the_batch_and_is_said():
     def of(us: float, a: int, input: int, batch: int = 4) -> Trial:
         one = trial(us, a=a, batch=batch)
         return msgspec.structs.replace(one, workload=msgspec.structs.replace(one.workload, input=input))
-
     own = TASK.workload.input
     assert found(of(1.0, 1, 2 * own), of(9.0, 2, own)).config["a"] == 2
     assert found(of(1.0, 1, 4 * own), of(9.0, 2, 2 * own)).config["a"] == 2
@@ -163,8 +158,7 @@ def test_what_a_run_did_not_compare_at_its_end_does_not_beat_what_it_did():
     finals = [trial(us, a=a, index=a + 3, stage="final") for us, a in ((10.9, 1), (10.15, 2))]
     assert found(*searched, *finals).config["a"] == 2
     finals = [trial(us, a=a, index=a + 3, stage="final") for us, a in ((11.9, 1), (10.8, 2))]
-    assert found(*searched, *finals).config["a"] == 2
-    assert found(*searched).config["a"] == 1
+    assert found(*searched, *finals).config["a"] == 2 and found(*searched).config["a"] == 1
 
 
 def test_one_finalist_does_not_tell_how_much_slower_a_run_became():
@@ -231,10 +225,8 @@ def test_the_default_is_computed_only_where_no_record_applies(monkeypatch: pytes
     searched, search = list[Task](), Persistent.search
     monkeypatch.setattr(Persistent, "search", lambda self, task: (searched.append(task), search(self, task))[1])
     of = {"hidden": 768, "batch": 16, "dtype": "bfloat16", "target": "sm_90a"}
-    assert plan("lstm", seq=1024, **of).found.line is not None
-    assert not searched
-    assert plan("rnn_relu", **of | {"hidden": 769}).found.line is None
-    assert searched
+    assert plan("lstm", seq=1024, **of).found.line is not None and not searched
+    assert plan("rnn_relu", **of | {"hidden": 769}).found.line is None and searched
 
 
 def test_what_cannot_be_used_is_counted():
@@ -255,8 +247,7 @@ def test_a_time_without_a_right_output_counts_nowhere(check):
     wrong, right = trial(1.0, a=1, check=check), trial(9.0, a=2)
     result = found(wrong, right)
     assert result.config["a"] == 2 and "1 ignored, without a right output" in result.provenance
-    assert found(wrong).line is None
-    assert [c.config["a"] for c in seeds(TASK, [SCHEDULE], log_of(wrong, right))] == [2]
+    assert found(wrong).line is None and [c.config["a"] for c in seeds(TASK, [SCHEDULE], log_of(wrong, right))] == [2]
     assert [line.record.config["a"] for line in best_lines(log_of(wrong, right), {"fake": 3})] == [2]
 
 
@@ -313,7 +304,6 @@ SHIPPED = {"persistent": {"groups": 4, "units": 16, "warps": 4, "gate_warps": 4,
 
 
 def shipped(config: dict[str, object], work: Workload, name: str = "persistent") -> Log:
-    """A log with one record of that configuration of a schedule of an H100."""
     return log_of(decode(encode(trial(1.0, schedule=name, revision=all_schedules()[name].revision, config=config,
                                       workload=work, device=H100))))
 
@@ -369,8 +359,7 @@ def test_a_time_that_no_step_can_take_is_not_believed_and_that_is_said():
 
 @pytest.mark.parametrize(("us", "batch", "believed"), [(100.0, 4, True), (21.0, 4, True), (19.0, 4, False),
                                                        (6.0, 1, True), (4.0, 1, False)])
-def test_a_time_far_below_the_schedules_estimate_is_not_believed(us: float, batch: int, believed: bool,
-                                                                 monkeypatch: pytest.MonkeyPatch):
+def test_a_time_far_below_the_schedules_estimate_is_not_believed(us, batch, believed, monkeypatch):
     monkeypatch.setattr(Fake, "features", lambda self, task, config: {"estimate": 100_000.0})  # ns, of B = 4
     monkeypatch.setattr(Fake, "rebatched", lambda self, config, batch, task: config)
     result = found(trial(us, a=3, batch=batch, stage="final"))

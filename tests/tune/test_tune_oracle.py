@@ -1,7 +1,4 @@
-"""The float64 answers that candidates are checked against, of layers and of the recurrences of adjoints; and naming
-cells across processes."""
-
-from __future__ import annotations
+"""The float64 answers that candidates are checked against; and naming cells across processes."""
 
 import ctypes
 import gc
@@ -21,6 +18,7 @@ import step_cells
 from cuda_on_cpu import DTYPES as MEMORY
 from cuda_on_cpu import Emulated
 from msgspec import structs
+from refusals import refused
 from runtime_sample import FakeGPU
 from test_persistent_emulated import SMALL
 from test_records import trial
@@ -50,8 +48,6 @@ from ecornn.workload import Workload
 
 
 class Scaled(Cell):
-    """A cell of this file: h' = max(h / 2, W x) * exp(-|R h|)."""
-
     name = "scaled"
     states = ("h",)
 
@@ -97,15 +93,11 @@ def test_the_interpreter_knows_sums_of_anything_and_refuses_what_it_does_not():
 
 
 class OneMore(_Walk):
-    """Takes each gate for the next one."""
-
     def gate(self, e, parameter):
         return (super().gate(e, parameter) + 1) % self.shapes[parameter][0]
 
 
 class OneLess(_Walk):
-    """Forgets the last term of a sum that spans levels."""
-
     def level_by_level(self, e, name):
         parts = terms(e)
         if len({self.level_of(t) for _, t in parts}) > 1:
@@ -116,8 +108,6 @@ class OneLess(_Walk):
 
 
 class Plus(_Walk):
-    """Subtracts nothing."""
-
     def level_by_level(self, e, name):
         if type(e).__name__ == "Sub":
             e = e.a + e.b
@@ -135,7 +125,6 @@ def test_the_check_of_candidates_sees_an_error_of_the_analysis(tmp_path, monkeyp
     found, work = step_cells.CELLS.get(cell) or get(cell), Workload(cell, 12, 10, 2, 5)
     write(tmp_path / "answers.npz", found, work, seed=1)
     answers = answers_of(str(tmp_path / "answers.npz"))
-
     def error() -> float:
         module = ecornn.compile(found, hidden=12, input=10, batch=2, seq=5, target="cpu")
         memory = arrays_for(module)
@@ -164,7 +153,6 @@ def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_every_operator_of_cells_can_be_checked(name):
-    """Against ``math``, which NumPy's functions share nothing with."""
     function = {"rsqrt": lambda z: z ** -0.5, "fabs": abs, "exp10": lambda z: 10 ** z, "round": round,
                 "nearbyint": round, "sigmoid": lambda z: 1 / (1 + math.exp(-z)),
                 "if_then_else": lambda a, b, c: b if a else c}.get(name) or getattr(math, name)
@@ -177,8 +165,6 @@ def test_every_operator_of_cells_can_be_checked(name):
 
 
 class Phased(Scaled):
-    """Its parameters are periods, which must not be near 0."""
-
     def sample(self, name, shape, rng):
         return super().sample(name, shape, rng) if name == "weight_ih" else rng.uniform(5, 9, shape)
 
@@ -210,14 +196,11 @@ def test_relative_error_never_passes_what_is_not_a_number():
     assert relative_error(expected * (1 + 1e-6), expected) == pytest.approx(1e-6, rel=1e-3)
     poisoned = expected.copy()
     poisoned[0, 0] = np.nan
-    assert relative_error(poisoned, expected) == np.inf
-    assert relative_error(expected[:1], expected) == np.inf
+    assert relative_error(poisoned, expected) == np.inf and relative_error(expected[:1], expected) == np.inf
 
 
 @dataclass
 class Device:
-    """The library of a module: device memory that is the host's, and kernels in the emulation."""
-
     emulated: Emulated
     gpu: FakeGPU
     runs: int = 0
@@ -241,7 +224,6 @@ class Device:
 
 
 def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], folder: Path) -> SimpleNamespace:
-    """What ``load`` gives of a module, in the emulation."""
     found = all_schedules()[schedule]
     config = {**found.default(task), **change}
     assert found.check(task, config) is None
@@ -295,7 +277,6 @@ def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, 
     assert x.shape == (8, 3, len(graph.hoisted_outputs), 12) and y.shape == (8, 3, len(graph.outputs), 12)
     assert len(first) == len(last) == len(graph.states) and {*flat} == {
         cell.parameter_name(n) for n in cell.parameters(12, 12)}
-
     def one_off(*arguments: Any) -> Any:
         found = backpropagation.carry_out(*arguments)
         weight = next(iter(found.parameters))
@@ -309,25 +290,20 @@ def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, 
 def test_a_cell_is_named_so_that_another_process_finds_it():
     assert spec_of(BUILTIN["gru"]) == "gru" and load_cell("gru") is BUILTIN["gru"]
     spec = spec_of(Scaled())
-    assert spec == f"{Path(__file__).resolve()}:Scaled"
-    assert load_cell(spec).identity() == Scaled().identity()
+    assert spec == f"{Path(__file__).resolve()}:Scaled" and load_cell(spec).identity() == Scaled().identity()
     assert load_cell(f"{__name__}:Scaled").name == "scaled"
-
     class Local(Scaled):
         name = "local"
 
     with pytest.raises(CellError, match="top level"):
         spec_of(Local())
-    with pytest.raises(ArgumentError, match="has no 'Nope'"):
-        load_cell(f"{Path(__file__)}:Nope")
-    with pytest.raises(ArgumentError, match=r"an ecornn\.Cell"):
-        load_cell(f"{Path(__file__)}:DTYPES")
+    refused(ArgumentError, "has no 'Nope'", load_cell, f"{Path(__file__)}:Nope")
+    refused(ArgumentError, r"an ecornn\.Cell", load_cell, f"{Path(__file__)}:DTYPES")
 
 
 def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):
     monkeypatch.setenv("ECORNN_WORKER", "1")
-    with pytest.raises(ScheduleError, match="__main__"):
-        ecornn.tune.tune("lstm", hidden=8, target="cpu")
+    refused(ScheduleError, "__main__", ecornn.tune.tune, "lstm", hidden=8, target="cpu")
 
 
 def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):

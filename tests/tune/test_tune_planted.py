@@ -1,7 +1,4 @@
-"""A kernel that never ends, a wild store, a wrong output, too little memory, planted in some candidates of a real run:
-each costs one trial, on this CPU and on a real GPU."""
-
-from __future__ import annotations
+"""An endless kernel, a wild store, a wrong output, too little memory, planted in a run: each costs one trial."""
 
 import contextlib
 import itertools
@@ -38,7 +35,6 @@ FLAG = Buffer("flag", "workspace", "uint32", Extent(1))
 
 def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buffer, size: int,
                 first: tuple[Fill, ...] = ()) -> Program:
-    """The program, and then a kernel of one warp: ``body`` of TVM's builder and ``buffer`` of that many elements."""
     from tvm.script.ir_builder import IRBuilder
     from tvm.tirx.script.builder import ir as T
 
@@ -55,36 +51,28 @@ def followed_by(program: Program, body: Callable[[Any, Any], None], buffer: Buff
 
 
 def endless(program: Program) -> Program:
-    """Waits for a word that nobody writes."""
     def body(T: Any, given: Any) -> None:
         word = T.alloc_buffer((1,), "uint32", scope="local")
         T.buffer_store(word, T.uint32(0), [0])
         with T.While(word[0] == 0):
             T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](word[0], given[0].ptr_to([0])))
-
     return followed_by(program, body, FLAG, 1, (Fill("flag", 0, Extent(1)),))
 
 
 def astray(program: Program) -> Program:
-    """Writes where no memory is."""
     def body(T: Any, given: Any) -> None:
         T.buffer_store(given[0], T.uint32(1), [T.int64(FAR)])
-
     return followed_by(program, body, FLAG, 2 * FAR)
 
 
 def wrong(program: Program) -> Program:
-    """Overwrites the beginning of y."""
     y = next(b for b in program.buffers if b.tensor == "y")
-
     def body(T: Any, given: Any) -> None:
         T.buffer_store(given[0], T.cast(T.float32(3.0), y.dtype), [given[1]])
-
     return followed_by(program, body, y, 32)
 
 
 def needing(program: Program, buffer: Buffer) -> Program:
-    """The program with one more buffer."""
     return Program.running(program.functions, (*program.buffers, buffer), program.calls)
 
 
@@ -95,7 +83,6 @@ FAULTS: dict[str, Fault] = {
 
 
 def on_cpu(write: Callable[[Any, Any], None]) -> Fault:
-    """The program, and then a function on each thread: ``write`` of an emitter and y."""
     def fault(program: Program) -> Program:
         e = Emitter(8)
         for scalar in ("thread", "threads", "T", "B"):
@@ -103,7 +90,6 @@ def on_cpu(write: Callable[[Any, Any], None]) -> Fault:
         write(e, e.pointer("y"))
         return Program.running({**program.functions, "planted": e.function("planted")}, program.buffers,
                                (*program.calls, Parallel("planted")))
-
     return fault
 
 
@@ -115,8 +101,7 @@ CPU_FAULTS: dict[str, Fault] = {
 
 
 def planted(config: Mapping[str, Any]) -> str | None:
-    """The fault of a configuration: every second one that is built has one, the four kinds in turn, whichever the
-    search proposes. ``FOLDER`` has a file for each, whose name is its number."""
+    """Every second configuration that is built has a fault, the four kinds in turn; ``FOLDER`` has a file for each."""
     known, text = Path(os.environ[FOLDER]), json.dumps(config, sort_keys=True)
     for number in itertools.count():
         with contextlib.suppress(FileExistsError), (known / str(number)).open("x") as file:
@@ -128,7 +113,6 @@ def planted(config: Mapping[str, Any]) -> str | None:
 
 
 def build(request: Build) -> str:
-    """As :func:`ecornn.tune.building.build`, but some candidates have a fault."""
     schedule, fault = all_schedules()[request.schedule], planted(request.config)
     faults = FAULTS if request.device.kind == "cuda" else CPU_FAULTS
     if fault is None:

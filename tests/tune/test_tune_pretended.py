@@ -1,7 +1,4 @@
-"""Searches for an H100 on which every build and measurement is made up: of both passes of a layer that trains, of
-lists, and what the processes that build compute for a run besides its candidates; and both passes on a real GPU."""
-
-from __future__ import annotations
+"""Searches for an H100 on which builds and measurements are made up, of both passes; and on a real GPU."""
 
 import os
 import shutil
@@ -55,7 +52,6 @@ SMALL_LSTM: dict[str, Any] = {"hidden": 64, "batch": 2, "seq": 10, "dtype": "flo
 
 @pytest.fixture
 def pretended(tmp_path, monkeypatch):
-    """An H100 on which every build and measurement is made up, and an empty folder of records."""
     monkeypatch.setenv(PRETEND, "[0.01, 0.002]")
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setattr(sessions, "present", lambda target: H100)
@@ -114,8 +110,7 @@ def test_a_record_of_one_entry_says_nothing_of_the_other():
 def test_a_recurrence_alone_has_no_c_interface():
     """It is no layer, though its program has an entry of the usual name. Its tables say so, and how it packs."""
     workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
-    task = make_task(get("lstm"), workload, H100)
-    schedule = all_schedules()["persistent"]
+    task, schedule = make_task(get("lstm"), workload, H100), all_schedules()["persistent"]
     program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
     manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
     assert c_tables.tables(manifest, program.entries).startswith(bytes(8) + b"\2")
@@ -133,7 +128,6 @@ def test_what_cannot_train_is_said_before_anything_is_tried(arguments, word, pre
 
 def test_forward_has_half_of_the_time_at_most_and_backward_the_rest(pretended, monkeypatch):
     limits: list[float | None] = []
-
     def tune_workload(self: Any, layer: Any, workload: Workload, *, time_limit: float | None, **_: Any) -> Result:
         limits.append(time_limit)
         finish = SimpleNamespace(seconds=next(seconds))
@@ -182,8 +176,7 @@ def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, c
     again = search_tables.search(pretended, wanted, log, 3, 60.0, 2)
     assert all(r.fresh == 0 for r in again.values())
     late = search_tables.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
-    assert late == {} and "not begun" in search_tables.report(wanted, late)
-    assert "default" in capsys.readouterr().out
+    assert late == {} and "not begun" in search_tables.report(wanted, late) and "default" in capsys.readouterr().out
 
 
 def test_workers_say_what_this_process_would(tmp_path: Path):
@@ -206,7 +199,6 @@ def test_workers_say_what_this_process_would(tmp_path: Path):
 
 
 def few_records(_: None) -> bool:
-    """In the process of a search, and here: reading all that ship takes seconds."""
     folders.shipped_folder = lambda: Path(os.environ["FEW_RECORDS"])
     return proposing.ready(None)
 
@@ -221,10 +213,8 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
     with Pool(replace(ENTRIES, propose_ready=f"{__name__}:few_records"), 1, proposers=1) as pool:
         asked = Question("lstm", WORK, H100, "persistent_wide", 7)
         given = defaults(pool, asked)
-
         def spaced() -> ConfigSpace:
             return ConfigSpace(make_task(cell, WORK, H100), [all_schedules()[c.schedule] for c in given], given)
-
         parts = scan_parts(pool, asked, spaced())
         with searching(pool, cell, spaced(), asked, parts, run) as there, \
                 searching(pool, cell, spaced(), asked, parts, run) as here:
@@ -251,9 +241,7 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
                 there.ask(1)
 
 
-def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended,
-                                                      capsys: pytest.CaptureFixture[str]):
-    """The defaults are those that a search here would find, and are looked for elsewhere."""
+def test_given_candidates_cost_this_process_no_search(tmp_path, monkeypatch, pretended, capsys):
     task = make_task(get("lstm"), WORK, H100)
     preferred = serving_or_raise(task)[0]
     default = dict(preferred.default(task))
@@ -286,7 +274,6 @@ def test_records_are_verified_again_and_told_in_their_order(pretended):
 @pytest.mark.parametrize("quiet", [False, True])
 def test_several_are_built_at_a_time_where_that_disturbs_no_measurement(quiet: bool, monkeypatch: pytest.MonkeyPatch):
     together, running, most = threading.Barrier(2), list[int](), list[int]()
-
     def measured(line: int, session: object) -> int:
         running.append(line)
         most.append(len(running))

@@ -1,7 +1,4 @@
-"""Worker processes: hangs, crashes, failures and interruptions, threads that share a session's processes, and SIGKILL
-at any moment: at most the trial under way is lost, and no process or file stays behind."""
-
-from __future__ import annotations
+"""Worker processes: hangs, crashes, interruptions, threads, SIGKILL: at most the trial under way is lost."""
 
 import ctypes
 import os
@@ -24,6 +21,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 from events import LIMIT, all_end, until
+from refusals import refused
 from test_records import trial
 from test_tune_run import HERE, TASK, searched
 from tune_fakes import ENTRIES, Fake, cost, make
@@ -68,7 +66,6 @@ def outcomes(measure, batch: list[Candidate]) -> dict[Candidate, Outcome]:
 
 
 def recorded(measure: ProcessEvaluator, path: Path, batch: list[Candidate]) -> tuple[Tuner, dict[Candidate, Outcome]]:
-    """A batch, measured, learnt and recorded as a run does it."""
     search = Search(ConfigSpace(TASK, [Fake(BEHAVIOURS)]), CostModel(), 0)
     tuner = Tuner(search, measure, Journal.open(path, "x", True), Settings(len(batch), 0), HERE)
     tuner.begin = time.monotonic()
@@ -86,15 +83,12 @@ def test_a_hang_a_crash_and_failures_each_cost_one_trial(tmp_path, short_if_endl
         processes = [w.process.pid for w in measure.pool.workers if w.process]
     assert processes
     trials = {(t.config["behaviour"], t.config["a"]): t for t in read(tuner.journal.path).trials()}
-    assert len(trials) == len(batch)
-    assert trials["ok", 0].times and trials["ok", 5].times
+    assert len(trials) == len(batch) and trials["ok", 0].times and trials["ok", 5].times
     assert trials["hang", 1].error == "run: took longer than 2 s and was stopped"
     assert "SIGSEGV" in trials["crash", 1].error and trials["crash", 1].error.startswith("run: ")
-    assert "wrong output" in trials["wrong", 1].error
-    assert "ILLEGAL_ADDRESS" in trials["raise", 1].error
+    assert "wrong output" in trials["wrong", 1].error and "ILLEGAL_ADDRESS" in trials["raise", 1].error
     assert trials["slow_build", 1].error == "build: took longer than 2 s and was stopped"
-    assert trials["bad_build", 1].error == "build: BuildError: ptxas is not amused"
-    assert tuner.best == candidate("ok", 5)
+    assert trials["bad_build", 1].error == "build: BuildError: ptxas is not amused" and tuner.best == candidate("ok", 5)
     for pid in processes:  # nothing is left behind
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -107,8 +101,7 @@ def test_equal_code_is_measured_once():
         measure.modules.clear()  # built again, to the same digest
         again = outcomes(measure, [twin])
         runs = measure.answers.with_name("measured").read_text().split()
-    assert first == again and first[twin].times is not None
-    assert runs == ["ok"]
+    assert first == again and first[twin].times is not None and runs == ["ok"]
 
 
 def test_code_that_the_log_has_is_not_measured_again(tmp_path):
@@ -116,8 +109,7 @@ def test_code_that_the_log_has_is_not_measured_again(tmp_path):
     with evaluator() as measure:
         _, first = recorded(measure, path, batch)
     with evaluator(earlier=Journal.open(path, "x", True).search) as measure:
-        assert outcomes(measure, batch) == first
-        assert not measure.answers.with_name("measured").exists()
+        assert outcomes(measure, batch) == first and not measure.answers.with_name("measured").exists()
 
 
 def test_a_whole_run_in_processes_finds_a_good_candidate(tmp_path):
@@ -128,16 +120,14 @@ def test_a_whole_run_in_processes_finds_a_good_candidate(tmp_path):
     kinds = Counter(type(line.record).__name__ for line in log.lines)
     assert kinds["Start"] == kinds["Finish"] == 1 and not log.problems
     assert sum(t.stage == "search" for t in log.trials()) == finish.trials == 40
-    assert finish.reason == "trials" and finish.best_us <= 2.0
-    assert finish.default_us == cost({"a": 0, "b": 0})
+    assert finish.reason == "trials" and finish.best_us <= 2.0 and finish.default_us == cost({"a": 0, "b": 0})
 
 
 def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
     with evaluator(limit=1e6, quiet=False) as measure:
         measure.submit([candidate("ok"), candidate("slow_build"), candidate("hang")], None)
         assert measure.next()[0] == candidate("ok")
-        with pytest.raises(TimeoutError, match="no candidate was done within"):
-            measure.next(0.3)
+        refused(TimeoutError, "no candidate was done within", measure.next, 0.3)
         assert measure.pending == 2
         measure.drop()
         assert measure.pending == 0
@@ -147,11 +137,9 @@ def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
 
 def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle(tmp_path):
     ready = threading.Event()
-
     def slow(path: Path) -> None:
         ready.wait()
         path.write_bytes(b"")
-
     with Pool(ENTRIES, 2, quiet=False) as pool, evaluating(pool, limit=LIMIT, oracle=slow) as late, \
             evaluating(pool, 9, LIMIT) as other:
         late.submit([candidate("ok")], None)
@@ -189,8 +177,7 @@ def test_where_nothing_can_be_measured_any_more_no_finalist_is_blamed(monkeypatc
     lost = Mock(side_effect=WorkerError("the server was lost 3 times", lost=False))
     both = [candidate("ok", 5), candidate("ok", 4)]
     with evaluator(limit=600.0) as measure:
-        assert all(outcome.times for outcome in outcomes(measure, both).values())
-        assert len(measure.compare(both)) == 2
+        assert all(outcome.times for outcome in outcomes(measure, both).values()) and len(measure.compare(both)) == 2
         monkeypatch.setattr(measure, "measure", lost)
         assert measure.compare(both) == []
 
@@ -206,17 +193,14 @@ def test_a_thread_that_comes_late_starts_nothing_after_the_end_of_a_session(tmp_
 
 def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
     def littered(count: int) -> None:
         until(lambda: len(list(tmp_path.glob("ecornn-tune-*/ecornn-*/x"))) == count)
-
     with Pool(ENTRIES, 2) as pool:
         first, second = pool.builders
         first.wake()
         read = first.read  # whose limit is over once there is litter
         monkeypatch.setattr(first, "read", lambda count, end: (littered(1), read(count, end - 1e6))[1])
-        with pytest.raises(WorkerError, match="took longer than 1000 s"):
-            first.call("tune_fakes:litter", None, bool, 1000.0)
+        refused(WorkerError, "took longer than 1000 s", first.call, "tune_fakes:litter", None, bool, 1000.0)
         call = partial(second.call, "tune_fakes:litter", None, bool, 1e6)
         threading.Thread(target=pytest.raises, args=(WorkerError, call)).start()
         littered(2)
@@ -226,7 +210,6 @@ def test_a_process_that_is_stopped_leaves_no_files_behind(tmp_path, monkeypatch)
 def test_the_files_of_a_run_that_was_killed_are_removed_by_a_later_one(tmp_path, monkeypatch):
     def old(folder: Path) -> None:
         os.utime(folder, (time.time() - 2 * YOUNG,) * 2)
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = subprocess.run([sys.executable, "-c", "import os; from ecornn.tune.pool import Scratch; "
                              "s = Scratch(); print(s.name, flush=True); os.kill(os.getpid(), 9)"],
@@ -273,7 +256,6 @@ def built_blank(request: Build) -> str:
 
 
 def test_a_record_that_needs_too_much_memory_fails_alone():
-    """In `ecornn log verify`: the arrays of its answers do not fit anywhere."""
     def line(hidden: int) -> Line:
         work = Workload("lstm", hidden, hidden, 1, 8)
         config = dict(all_schedules()["cpu_sequence"].default(make_task(get("lstm"), work, session.device)))
@@ -304,8 +286,7 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
         assert caught.value.lost
         with pytest.raises(WorkerError, match="no_such") as caught:
             worker.call("no_such:thing", None, int, LIMIT)
-        assert not caught.value.lost
-        assert worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
+        assert not caught.value.lost and worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
         monkeypatch.setattr(worker, "read", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             worker.call("tune_fakes:nap", 0.01, bool, LIMIT)
@@ -313,8 +294,7 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
         assert worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
     finally:
         worker.stop()
-    with pytest.raises(WorkerError, match="stopped"):
-        worker.call("test_tune_processes:gpus", None, str, LIMIT)
+    refused(WorkerError, "stopped", worker.call, "test_tune_processes:gpus", None, str, LIMIT)
 
 
 def crash(_: None) -> int:
@@ -350,7 +330,6 @@ one.result()
 
 
 def compile_for_ever(_: None) -> int:
-    """A builder whose compiler, a process of its own, does not end."""
     return subprocess.run(["sleep", "1000"], check=False).returncode
 
 
@@ -366,14 +345,12 @@ def below(process: subprocess.Popen) -> list[psutil.Process]:
 
 @pytest.fixture
 def started(start) -> Callable[..., subprocess.Popen]:
-    """Starts a program of Python, with the modules of tests."""
     return lambda program, *arguments: start(
         [sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
 
 
 def kill_alone(parent: subprocess.Popen) -> None:
-    """Kills a process, and waits until those that it started have ended."""
     processes = below(parent)
     parent.send_signal(signal.SIGKILL)
     parent.wait()

@@ -1,7 +1,5 @@
 """Measuring through TVM's RPC: a tracker and servers on this machine, one of which is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -20,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 from events import LIMIT, Clock, all_end, until
+from refusals import refused
 from rpc_servers import kill
 from test_cli import folder, run  # noqa: F401  (a user's folder of its own for each test)
 from tune_fakes import ENTRIES
@@ -81,12 +80,10 @@ def until_it_serves(tracker: Tracker, *passing: type[Exception]) -> None:
         with contextlib.suppress(*passing):
             return remote._describe(remote._request(tracker)).device.kind == "llvm"
         return False
-
     until(serves)
 
 
 def the_child_of(process: psutil.Process) -> psutil.Process:
-    """The only child of a process, once it is there."""
     until(lambda: len(process.children()) == 1)
     return process.children()[0]
 
@@ -106,8 +103,7 @@ def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tra
                               report=report)
         assert len(session.pool.measurers) == 2 and not session.pool.local
     trials = [t for t in read(path).trials() if t.stage == "search"]
-    assert killed and len(trials) == 8 and not result.failures
-    assert all(t.times and t.check <= 1e-5 for t in trials)
+    assert killed and len(trials) == 8 and not result.failures and all(t.times and t.check <= 1e-5 for t in trials)
     assert result.finish.reason == "trials" and result.best is not None
 
 
@@ -121,8 +117,7 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         said = run("tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
                    "--tracker", tracker, "--key", tracker.key, "--output", output)
         trials = read(output).trials()
-        assert "best: cpu_sequence" in said and len(trials) >= 3
-        assert f"--target {trials[0].device.arch} -o" in said  # the server's
+        assert "best: cpu_sequence" in said and len(trials) >= 3 and f"--target {trials[0].device.arch} -o" in said
         below = psutil.Process(server.pid).children(recursive=True)
         assert below
         server.kill()  # alone: the processes that it started notice
@@ -139,10 +134,8 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
                       "--cell rnn_tanh --cell gru --hidden 16 --batch 2 --seq 8  # and one more\n")
     command = [sys.executable, "-m", "ecornn", "tune", "--workloads", str(listed), "--trials", str(each), "--output",
                str(output), "--tracker", str(tracker), "--key", tracker.key]
-
     def trials() -> list:
         return [t for t in read(output).trials() if t.stage == "search"] if output.exists() else []
-
     with servers(tracker, 2) as running:
         first = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         until(lambda: len({t.run for t in trials()}) >= 2)  # at once, a server each
@@ -167,8 +160,7 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
 @pytest.mark.slow
 def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
     with servers(tracker, 1) as (server,):
-        listening = the_child_of(psutil.Process(server.pid))
-        session = remote._request(tracker)
+        listening, session = the_child_of(psutil.Process(server.pid)), remote._request(tracker)
         with pytest.raises(AttributeError):  # of an older server
             session.get_function(WARM + "er")
         serving = the_child_of(listening)
@@ -211,7 +203,6 @@ def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
 
 
 def says(*words: bytes) -> Callable[[socket.socket, Tracker], None]:
-    """Something that says this to whoever connects, and then nothing."""
     return lambda connection, _: [connection.sendall(word) for word in words] and None  # type: ignore[func-returns-value]
 
 
@@ -221,7 +212,6 @@ def packed(value: object) -> bytes:
 
 
 def sends_to_itself(connection: socket.socket, here: Tracker) -> None:
-    """A tracker whose one server accepts connections and says nothing, as one that is stopped."""
     if connection.recv(4) == MAGIC:
         asked, summary = b"", [0, {"server_info": [{"key": f"server:{here.key}"}]}]
         connection.sendall(MAGIC)
@@ -249,7 +239,6 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
     open_: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         here = Tracker("127.0.0.1", listening.getsockname()[1], "key")
-
         def serve() -> None:
             with contextlib.suppress(OSError):
                 while True:
@@ -259,14 +248,11 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
         def quietly(connection: socket.socket) -> None:
             with contextlib.suppress(OSError):
                 STRANGE[kind](connection, here)
-
         threading.Thread(target=serve, daemon=True).start()
         wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}' is not allowed"
-        with pytest.raises(DeviceError, match=wanted):
-            here.describe("cpu")
+        refused(DeviceError, wanted, here.describe, "cpu")
         if "server" not in kind:
-            said = run("serve", "--target", "cpu", "--tracker", here, code=2)
-            assert "the address of a running tracker" in said
+            assert "the address of a running tracker" in run("serve", "--target", "cpu", "--tracker", here, code=2)
         listening.shutdown(socket.SHUT_RDWR)
     for connection in open_:
         connection.close()
@@ -300,20 +286,17 @@ def test_a_server_that_answered_with_errors_alone_was_there(monkeypatch):
     monkeypatch.setattr(pool, "REST", 0.01)
     monkeypatch.setattr(pool, "time", clock := Clock())
     with Pool(replace(ENTRIES, measure="test_tune_remote:busy_every_other_time"), 1, local=False) as workers:
-        with pytest.raises(WorkerError, match="took longer"):
-            workers.measure("hangs", bool, LIMIT)
+        refused(WorkerError, "took longer", workers.measure, "hangs", bool, LIMIT)
         clock.sleep(2 * pool.ABSENCE)
         assert workers.measure("is busy", bool, LIMIT)
 
 
 def test_other_machines_need_an_explicit_flag(tracker):
-    with pytest.raises(ArgumentError, match="allow-remote"):
-        Tracker.parse("10.1.2.3:9190", "k")
+    refused(ArgumentError, "allow-remote", Tracker.parse, "10.1.2.3:9190", "k")
     assert Tracker.parse("10.1.2.3:9190", "k", allow_remote=True).port == 9190
     assert Tracker.parse("[::1]:9190", "k") == Tracker("::1", 9190, "k")  # IPv6's loopback is loopback
     for address in ("9190", "host:", ":1", "host:0", "host:99999", "host:x"):
-        with pytest.raises(ArgumentError, match="HOST:PORT"):
-            Tracker.parse(address, "k", allow_remote=True)
+        refused(ArgumentError, "HOST:PORT", Tracker.parse, address, "k", allow_remote=True)
     require_loopback("host", "127.0.0.1", False)
     said = run("serve", "--tracker", tracker, "--host", "0.0.0.0", "--target", "cpu", code=2)
     assert "--allow-remote" in said and "run any code" in said

@@ -1,7 +1,4 @@
-"""A run: how candidates are timed, and which gain that shows; with times that are computed, what is tried, when it
-ends, what the log has, and what a person sees."""
-
-from __future__ import annotations
+"""A run: how candidates are timed, what is tried, when it ends, what the log has, and what a person sees."""
 
 import io
 import math
@@ -64,8 +61,7 @@ def searched(path: Path, schedule: Fake, measure, settings: Settings, resume: bo
 
 
 class Instant:
-    """Measures nothing: times are computed, after ``pause``. Stops with KeyboardInterrupt after ``stop`` trials. Notes
-    of each batch how many were told of and how many pending when it was proposed, and what was pending at each wait."""
+    """Times are computed, after ``pause``; stops after ``stop`` trials; notes batches, pending ones and waits."""
 
     idle = 0
 
@@ -114,8 +110,7 @@ def test_an_interrupted_run_goes_on_and_measures_nothing_twice(path):
         searched(path, WIDE, first, Settings(30, 0))
     assert len(read(path).trials()) == 13 and not any(isinstance(line.record, Finish) for line in read(path).lines)
     tuner, finish = searched(path, WIDE, second, Settings(30, 0))
-    assert finish.trials == 30 and len(second.seen) == 17
-    assert not set(first.seen) & set(second.seen)
+    assert finish.trials == 30 and len(second.seen) == 17 and not set(first.seen) & set(second.seen)
     assert tuner.journal.finished(30, None) and not tuner.journal.finished(31, None)
     assert sum(isinstance(line.record, Start) for line in read(path).lines) == 1
     searched(path, WIDE, third, Settings(36, 0))  # more trials: goes on from there
@@ -134,15 +129,13 @@ def test_a_search_that_finds_nothing_better_stops_early_and_says_so(path):
     tuner, finish = searched(path, WIDE, flat, Settings(300, 0, early_stop=True))
     assert finish.reason == "converged" and stop_after() == 59
     # where one in twenty trials is a gain, a run of failures that stops is one in twenty at most
-    assert (1 - RATE) ** 59 <= 1 - CONFIDENCE < (1 - RATE) ** 58
-    assert finish.trials == len(flat.seen) == 4 + 59
+    assert (1 - RATE) ** 59 <= 1 - CONFIDENCE < (1 - RATE) ** 58 and finish.trials == len(flat.seen) == 4 + 59
     assert tuner.journal.finished(300, None, early_stop=True) and not tuner.journal.finished(300, None)
     _, finish = searched(path, WIDE, again, Settings(80, 0))  # and goes on where asked to
     assert finish.reason == "trials" and len(again.seen) == 80 - 63
 
 
 def test_builds_go_on_while_something_is_measured(path):
-    """With processes that do not disturb each other, new candidates come before the last are done."""
     busy = Instant(spare=4)
     _, finish = searched(path, WIDE, busy, Settings(40, 0))
     assert finish.trials == 40 == len(set(busy.seen))
@@ -158,9 +151,7 @@ def test_every_process_gets_something_before_the_first_is_done(path):
 
 
 def test_no_search_waits_for_the_slowest_build(path):
-    """Of four processes two never come to an end; the other two make all trials, and nothing is asked for that they
-    have no time for."""
-
+    """Two of four processes never end; the others make all trials, and are asked for nothing they have no time for."""
     class Slow(Instant):
         idle = property(lambda self: max(0, 4 - self.pending))
 
@@ -193,8 +184,7 @@ def test_given_configurations_are_tried_and_no_others(path):
 def test_a_space_that_is_used_up_ends_the_run(path):
     tuner, finish = searched(path, Fake(), Instant(), Settings(500, 0))
     assert (finish.reason, finish.trials) == ("space", len(list(tuner.space.listing())))
-    assert finish.best.config == {"a": 5, "b": 2, "behaviour": "ok"}
-    assert tuner.journal.finished(500, None)
+    assert finish.best.config == {"a": 5, "b": 2, "behaviour": "ok"} and tuner.journal.finished(500, None)
 
 
 def test_the_time_limit_counts_earlier_sessions(path, clock):
@@ -208,7 +198,6 @@ def test_the_time_limit_counts_earlier_sessions(path, clock):
 
 def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(path, tmp_path, clock):
     waited = []
-
     class Stuck(Instant):
         def next(self, seconds=None):
             waited.append(seconds)
@@ -227,10 +216,8 @@ def test_the_time_limit_ends_a_wait_but_not_that_for_the_first_result(path, tmp_
 
 
 def test_all_of_a_run_is_within_the_time_limit(path, tmp_path, clock):
-    """The search ends early enough for the comparison, which is told what is left; and what came before counts, but for
-    one result."""
+    """The search ends early enough for the comparison, which is told what is left."""
     left = []
-
     class Slow(Instant):
         def compare(self, finalists, seconds=None):
             left.append(seconds)
@@ -239,20 +226,17 @@ def test_all_of_a_run_is_within_the_time_limit(path, tmp_path, clock):
 
     slow, limit = Slow(pause=lambda: clock.sleep(0.05)), 1.2
     tuner, finish = searched(path, Fake(), slow, Settings(500, 0, time_limit=limit))
-    assert finish.reason == "time" and finish.trials > 3
-    assert 0.5 * RESERVED * limit < left[0] <= RESERVED * limit
+    assert finish.reason == "time" and finish.trials > 3 and 0.5 * RESERVED * limit < left[0] <= RESERVED * limit
     assert finish.seconds == pytest.approx(limit, abs=0.06)
     assert tuner.journal.finished(500, limit) and not tuner.journal.finished(500, 2 * limit)
-    began = clock.now - 10
-    _, finish = searched(tmp_path / "b.jsonl", Fake(), slow, Settings(500, 0, time_limit=5, started=began))
+    _, finish = searched(tmp_path / "b.jsonl", Fake(), slow, Settings(500, 0, time_limit=5, started=clock.now - 10))
     assert (finish.reason, finish.trials) == ("time", 1) and finish.best and finish.seconds >= 10
 
 
 def test_the_gain_is_taken_from_the_final_comparison(path):
     _, finish = searched(path, Fake(), Instant(), Settings(40, 0))
     finals = [t for t in read(path).trials() if t.stage == "final"]
-    assert len(finals) == 4
-    assert finish.best_us == min(t.times.median for t in finals)
+    assert len(finals) == 4 and finish.best_us == min(t.times.median for t in finals)
     assert finish.default_us == cost({"a": 0, "b": 0}) + 0.25
 
 
@@ -289,8 +273,6 @@ def test_no_silence_where_there_is_no_terminal(monkeypatch):
 
 
 class Clocked:
-    """A run that takes ``seconds`` on a clock of its own."""
-
     def __init__(self, seconds: float, order: list[str], name: str) -> None:
         self.seconds, self.order, self.name, self.now = seconds, order, name, 0.0
 
@@ -305,8 +287,6 @@ class Clocked:
 
 
 class Noisy(Clocked):
-    """Alternates between two speeds."""
-
     def __call__(self) -> None:
         super().__call__()
         self.now += self.seconds * (len(self.order) // 2 % 2)
@@ -331,20 +311,17 @@ def test_once_the_time_is_over_each_has_the_fewest_samples():
 
 def test_short_runs_are_timed_several_at_once_and_reported_one_by_one():
     times, order = contest(1e-4)
-    assert len(order) == 2 + 20 * len(times[0])
-    assert all(abs(t - 1e-4) < 1e-9 for t in times[0])
+    assert len(order) == 2 + 20 * len(times[0]) and all(abs(t - 1e-4) < 1e-9 for t in times[0])
 
 
 def test_a_hopeless_candidate_is_timed_once():
     times, order = contest(4.0, 1.0, bound=1.0)
-    assert times[0] == [4.0] and order.count("0") == 1
-    assert times[1] == [1.0] * 3 and order.count("1") == 4
+    assert times[0] == [4.0] and order.count("0") == 1 and times[1] == [1.0] * 3 and order.count("1") == 4
 
 
 def test_a_device_that_does_not_hold_still_is_asked_more_often_and_found_out():
     (steady, noisy), _ = contest(0.02, 0.02, second=Noisy)
-    assert settled(steady) and not settled(noisy)
-    assert len(steady) == EARLY and len(noisy) == LONGER * int(SPAN / 0.02)
+    assert settled(steady) and not settled(noisy) and len(steady) == EARLY and len(noisy) == LONGER * int(SPAN / 0.02)
 
 
 def test_a_candidate_that_is_behind_gets_the_fewest_samples():
@@ -357,8 +334,7 @@ def test_the_interval_of_the_median_is_that_of_order_statistics(times):
     ordered, n = sorted(times), len(times)
     reach = NormalDist().inv_cdf(0.975) * n ** 0.5 / 2
     low, high = ordered[max(0, math.floor((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
-    assert bounds(times) == (low, high)
-    assert interval(times) == pytest.approx((high - low) / 2 / median(times))
+    assert bounds(times) == (low, high) and interval(times) == pytest.approx((high - low) / 2 / median(times))
 
 
 def test_a_twentieth_of_medians_lies_outside_the_interval():
@@ -397,8 +373,7 @@ def test_pytorchs_layer_is_timed_where_there_is_one(monkeypatch: pytest.MonkeyPa
 
 
 class Simulated:
-    """A host that asks for work, and a GPU that does it in order, at 2 GHz, each with a time of its own; stands in for
-    ``torch.cuda`` and for the host's clock."""
+    """A host that asks for work, and a GPU of 2 GHz that does it in order, in place of ``torch.cuda`` and clocks."""
 
     def __init__(self) -> None:
         self.host = self.gpu = 0.0
@@ -413,14 +388,12 @@ class Simulated:
 
     def Event(self, enable_timing: bool) -> types.SimpleNamespace:
         event = types.SimpleNamespace(at=math.nan)
-
         def record() -> None:
             self.work(0.0, 0.0)
             event.at = self.gpu
 
         def synchronize() -> None:
             self.host = max(self.host, event.at)
-
         event.record, event.synchronize = record, synchronize
         event.elapsed_time = lambda other: 1e3 * (other.at - event.at)
         return event
@@ -432,10 +405,8 @@ def test_a_gpu_is_timed_alone_whatever_the_host_takes(monkeypatch, asking, secon
     torch = Simulated()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: torch.host)
-
     def run() -> None:
         for _ in range(launches):
             torch.work(asking, seconds)
-
     alone = launches * seconds
     assert event_clock(run) == pytest.approx(alone, abs=1.01 * asking if seconds > asking else 1e-9)

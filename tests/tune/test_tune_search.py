@@ -1,7 +1,5 @@
 """Config space and its scan, cost model and search, without building anything."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics
@@ -39,8 +37,6 @@ def spend(space: ConfigSpace, seed: int, trials: int, batch: int = 16) -> Search
 
 
 class Tight(Fake):
-    """One combination in 512 fits."""
-
     def check(self, task, config):
         return None if config["a"] == config["b"] == config["c"] == 1 else "too large"
 
@@ -71,8 +67,7 @@ def test_defaults_come_first_and_nothing_is_proposed_twice():
         seen += batch
         for candidate in batch:
             search.tell(candidate, cost(candidate.config))
-    assert seen[:2] == space.defaults()
-    assert len(seen) == len(set(seen)) and set(seen) == set(space.listing())
+    assert seen[:2] == space.defaults() and len(seen) == len(set(seen)) and set(seen) == set(space.listing())
 
 
 def test_the_model_beats_random_search_in_a_large_space():
@@ -95,15 +90,12 @@ def test_failures_rank_below_everything():
     model, rows = CostModel(), [{"s.k": float(i)} for i in range(12)]
     for i, row in enumerate(rows):
         model.add("", row, None if i < 6 else 100.0 - i)
-    assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0
-    assert model.fit()
+    assert model.labels("")[:6] == [0.0] * 6 and min(model.labels("")[6:]) > 0 and model.fit()
     scores = model.score(model.table(rows))
     assert max(scores[:6]) < min(scores[6:])
 
 
 class Estimated(Fake):
-    """Says of its candidates how long they take, of the knob ``f`` nothing."""
-
     def features(self, task, plan):
         return {"estimate": 1000 * cost({**plan, "f": 0})}
 
@@ -116,11 +108,9 @@ def test_estimates_lead_a_search_until_times_correct_them():
     blind = Search(ConfigSpace(TASK, [LARGE]), CostModel(), 0).ask(12)
     assert first[0] == space.defaults()[0] and len(set(first)) == 12
     assert slow(cost(c.config) for c in first[1:]) < slow(cost(c.config) for c in blind[1:]) / 1.3
-
     def best(schedule: Fake, trials: int) -> float:
         return slow(min(filter(None, spend(ConfigSpace(TASK, [schedule]), seed, trials).tried.values()))
                     for seed in range(5))
-
     assert best(schedule, 48) < best(LARGE, 48)
 
 
@@ -174,11 +164,9 @@ def test_a_word_that_is_absent_is_zero_and_a_number_missing():
 def test_some_of_what_is_drawn_before_the_model_is_near_a_default():
     """A default is a good guess, and what is near it is worth more than what is drawn from all that fits."""
     space = ConfigSpace(TASK, [LARGE, Fake(("ok",), "abcdef", "second"), Fake(("ok",), "abcdef", "third")])
-
     def changed(one: Candidate) -> int:
         default = next(d for d in space.defaults() if d.schedule == one.schedule)
         return sum(a != b for a, b in zip(one.knobs, default.knobs, strict=True))
-
     asked = Search(space, CostModel(), 0).ask(23)
     assert asked[:3] == space.defaults() and len(set(asked)) == 23
     close = [c for c in asked[3:] if changed(c) <= 3]
@@ -190,8 +178,6 @@ def test_some_of_what_is_drawn_before_the_model_is_near_a_default():
 
 
 class Rules(Fake):
-    """Knobs of these sizes, and rules: (knobs that are read, in order, and the sum that must not be)."""
-
     def __init__(self, sizes: list[int], rules: list[tuple[list[int], int]]) -> None:
         super().__init__()
         self.sizes, self.rules, self.asked = sizes, rules, 0
@@ -213,7 +199,6 @@ class Rules(Fake):
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5),
        st.lists(st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.integers(0, 2)), max_size=4))
 def test_the_scan_finds_exactly_what_fits(sizes, rules):
-    """Of all combinations, each of which has a number."""
     schedule = Rules(sizes, rules)
     space = ConfigSpace(TASK, [schedule])
     asked, every = schedule.asked, [space.config("fake", n) for n in range(space.size("fake"))]
@@ -240,8 +225,7 @@ def test_neighbours_are_all_single_changes_that_fit_each_as_often(start, whole):
     changed = [{**start, knob.name: value} for knob in schedule.knobs(TASK) for value in knob.values]
     expected = {Candidate.of("fake", c) for c in changed if c != start and schedule.check(TASK, c) is None}
     seen = Counter(space.neighbour(Candidate.of("fake", start), rng) for _ in range(200 * len(expected)))
-    assert set(seen) == expected and len(expected) > 2
-    assert all(140 < times < 260 for times in seen.values())
+    assert set(seen) == expected and len(expected) > 2 and all(140 < times < 260 for times in seen.values())
 
 
 def test_too_many_combinations_are_sampled(monkeypatch):
@@ -268,21 +252,17 @@ def test_the_persistent_space_of_an_h100_is_whole(work):
 def test_few_calls_of_check_settle_the_space_of_an_h100():
     """Millions of combinations, of which one in 60 fits."""
     schedule, calls = all_schedules()["persistent"], 0
-
     class Counted(type(schedule)):  # type: ignore[misc]
         def check(self, task, config):
             nonlocal calls
             calls += 1
             return super().check(task, config)
 
-    work = Workload("lstm", 800, 800, 20, 300, "bfloat16")
-    counted = Counted()
+    work, counted = Workload("lstm", 800, 800, 20, 300, "bfloat16"), Counted()
     task = make_task(get("lstm"), work, KNOWN["sm_90a"])
     counted.serves(task)
-    calls = 0
-    space = ConfigSpace(task, [counted])
-    assert space.combinations() > 400_000 and len(space) > 5000 and calls <= 150_000
-    assert "persistent" in space.whole
+    calls, space = 0, ConfigSpace(task, [counted])
+    assert space.combinations() > 400_000 and len(space) > 5000 and calls <= 150_000 and "persistent" in space.whole
 
 
 def test_a_knob_that_a_task_has_not_may_be_asked_for():

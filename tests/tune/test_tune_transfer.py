@@ -1,7 +1,4 @@
-"""Records that do not apply teach: seeds to re-check, and samples for the model; they serve cells of the same products,
-and younger schedules compete with them."""
-
-from __future__ import annotations
+"""Records that do not apply teach: seeds to re-check, and samples for the model; of cells of the same products, too."""
 
 import random
 import statistics
@@ -50,8 +47,7 @@ def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_t
                  trial(3.0, a=3, run="wide-1", workload=wide), trial(4.0, a=4, run="mine-1"),
                  trial(5.0, a=5, run="arch-1", device=msgspec.structs.replace(DEVICE, arch="skylake")),
                  trial(6.0, a=99, run="old-1"), trial(7.0, a=6, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
-    model = CostModel()
-    mine = Journal(log.lines[0].path, "mine-1")
+    model, mine = CostModel(), Journal(log.lines[0].path, "mine-1")
     assert warm(model, get("lstm"), TASK, SCHEDULES, log, mine) == len(model) == 3
     assert sorted(us for times in model.times.values() for us in times) == [1.0, 2.0, 3.0]
     assert len(model.rows) == 3  # times are compared within a run
@@ -61,7 +57,6 @@ def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_t
 
 def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve():
     asked = []
-
     class Counting(Fake):
         def refuses(self, task):
             return "too large" if task.workload.hidden > 100 else None
@@ -79,7 +74,6 @@ def test_a_default_is_searched_once_and_none_for_what_a_schedule_does_not_serve(
 
 def test_a_schedule_is_asked_whether_it_serves_where_no_trial_of_it_as_it_is_says_so():
     asked = []
-
     class Asked(Fake):
         def refuses(self, task):
             asked.append(task.workload.hidden)
@@ -92,8 +86,7 @@ def test_a_schedule_is_asked_whether_it_serves_where_no_trial_of_it_as_it_is_say
 def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
     """Best of 24 trials with a neighbour's records against 96 without; five seeds."""
     space = ConfigSpace(make(), [LARGE])
-    teacher = spend(space, 99, 96)
-    neighbour = Workload("lstm", 16, 8, 4, 10)
+    teacher, neighbour = spend(space, 99, 96), Workload("lstm", 16, 8, 4, 10)
     records = [trial(5 * us, config=c.config, workload=neighbour, run="near-1") for c, us in teacher.tried.items()]
     log = Log([Line(Path("user/log.jsonl"), n, r) for n, r in enumerate(records, 1)])
     warmed, cold = [], []
@@ -109,18 +102,15 @@ def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
                 search.tell(candidate, cost(candidate.config))
         warmed.append(min(us for us in search.tried.values() if us is not None))
         cold.append(min(us for us in spend(space, seed, 96).tried.values() if us is not None))
-    assert statistics.median(warmed) <= statistics.median(cold) * 1.05
-    assert Times.of(warmed).median < 2.0
+    assert statistics.median(warmed) <= statistics.median(cold) * 1.05 and Times.of(warmed).median < 2.0
 
 
 def test_other_cells_teach_where_slow_configurations_were_measured_too():
     """Runs of other cells and data types that saw a good part of a space; a user's cell is not there to ask."""
     space = ConfigSpace(make(), [LARGE])
     known = [(c.config, cost(c.config)) for c in space.sample(random.Random(0), 3 * BROAD)]
-
     def log(workload: Workload, count: int) -> Log:
         return log_of(*(trial(us, config=config, workload=workload, run="other-1") for config, us in known[:count]))
-
     gru, half = Workload("gru", 8, 8, 4, 10), Workload("lstm", 8, 8, 4, 10, "float16")
     for workload, count, expected in ((gru, 2 * BROAD, BROAD), (half, BROAD, BROAD), (gru, BROAD - 1, 0),
                                       (Workload("mine@0123456789ab", 8, 8, 4, 10), 2 * BROAD, 0)):
@@ -132,16 +122,13 @@ def test_other_cells_teach_where_slow_configurations_were_measured_too():
 
 
 def test_the_nearest_workloads_lend_their_fastest():
-    """Of other batches and hidden sizes, the nearest first; not what does not fit here or was slow there."""
     near, far = Workload("lstm", 16, 16, 4, 10), Workload("lstm", 64, 64, 4, 10)
     log = log_of(trial(9.0, a=1, run="mine-1"), trial(3.0, a=2, run="far-1", workload=far),
                  trial(5.0, a=3, run="near-1", workload=near), trial(4.9, a=4, run="near-1", workload=near),
                  trial(5.7, a=5, run="near-1", workload=near), trial(4.8, a=99, run="near-1", workload=near),
                  trial(2.0, a=7, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)), trial(0.1, a=0, batch=8))
-
     def values(log: Log) -> list[int]:
         return [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)]
-
     assert values(log) == [1, 0, 2, 4, 3]  # 99, which does not fit, was the best of its layer; 5 was slower by 1.19
     without = Log([line for line in log.lines if line.record.config["a"] != 99])
     assert values(without) == [1, 0, 4, 2, 3]
@@ -150,10 +137,8 @@ def test_the_nearest_workloads_lend_their_fastest():
 def test_twins_are_near_and_other_layers_are_not():
     """Another 16-bit type, and a cell that multiplies alike; not another width, other cells, or rounded weights."""
     here = Workload("rnn_tanh", 64, 64, 8, 10, "float16")
-
     def far(**change: object) -> float:
         return distance(msgspec.structs.replace(here, **change), here)
-
     assert 0 == far() == far(seq=99) < far(dtype="bfloat16") == far(cell="rnn_relu") < far(batch=16)
     assert far(batch=16) < far(hidden=128, input=128)
     assert all(far(**change) == float("inf") for change in (
@@ -183,15 +168,13 @@ def test_a_cell_of_the_same_products_lends_its_records(cell: str, lender: str | 
     if lender is None:
         assert found is None
     else:
-        assert found is not None and found[0] == lender
-        assert [t.workload for t in found[1].trials()] == [task.workload]
+        assert found is not None and found[0] == lender and [t.workload for t in found[1].trials()] == [task.workload]
 
 
 def test_its_own_records_go_before_and_other_sizes_say_nothing():
     task = task_of("lstm(peepholes)")
     assert lent(task, log_of(of("lstm", a=1), of("lstm(peepholes)", 9.0, a=2))) is None
-    assert lent(task_of("lstm(peepholes)", hidden=16), log_of(of("lstm", a=1))) is None
-    assert lent(task, Log()) is None
+    assert lent(task_of("lstm(peepholes)", hidden=16), log_of(of("lstm", a=1))) is None and lent(task, Log()) is None
     failed = of("lstm(peepholes)", a=2, times=None, error="build: no")
     assert lent(task, log_of(of("lstm", a=1), failed)) is not None, "a failure is nothing to use"
 
@@ -212,8 +195,6 @@ def test_a_cell_of_the_users_own_takes_what_ships():
 
 
 class Young(Fake):
-    """It came after some records."""
-
     def generation(self, task: Task) -> int:
         return 2
 
@@ -239,10 +220,8 @@ def test_a_schedule_says_its_latest_generation():
 
 def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects():
     young = Young(name="young")
-
     def chosen(*trials: Trial):
         return find(TASK, [SCHEDULE, young], log_of(*trials))
-
     result = chosen(trial(4.9, a=2))
     assert result.schedule is young and result.config == young.default(TASK)
     assert "faster than fake, of which record log.jsonl:1 of 2026-01-31T12:00:00Z says 5.047" in result.provenance

@@ -5,8 +5,6 @@ do: ``ok``, ``wrong``, ``fickle`` (wrong from the second run on), ``raise``, ``c
 ``slow_build`` and ``bad_build``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess
@@ -61,14 +59,12 @@ class Fake(Schedule):
 
 
 def cost(config: Config) -> float:
-    """µs per step of a configuration that runs."""
     numbers = {k: int(v) for k, v in config.items() if k != "behaviour"}
     rest = sum(v for k, v in numbers.items() if k not in "ab")
     return 1.0 + (numbers["a"] - 5) ** 2 + (numbers["b"] - 2) ** 2 + 0.5 * rest
 
 
 def make(hidden: int = 8, batch: int = 4, device: Device = DEVICE) -> Task:
-    """A small task."""
     from ecornn.cells import get
 
     return make_task(get("lstm"), Workload("lstm", hidden, hidden, batch, 10), device)
