@@ -32,8 +32,8 @@ TOGETHER = 12  # pairs of sums that a thread has loaded at once
 
 @dataclass(frozen=True)
 class OuterJob:
-    """Such sums of one pair of operands. Of several ``heads`` ``operand`` has the columns of the first; those of the
-    others are behind them, each for its own part of ``values``, which has all heads of a gate before the next one's."""
+    """Such sums of one pair of operands. Of several ``heads`` ``operand`` has the columns of the first, then those of
+    the others, each for its own part of ``values``, which has all heads of a gate before the next one's."""
 
     name: str  # of the kernel
     device: Device
@@ -46,7 +46,7 @@ class OuterJob:
     heads: int = 1
 
     @property
-    def itemsize(self) -> int:  # bytes of a value
+    def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
     def declare(self, into: Into, parts: int) -> Arguments:

@@ -67,13 +67,12 @@ def spares_warps(job: Job, s: Shape) -> bool:
 def shape_within(job: Job, registers: int) -> Shape | None:
     """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
     shape, split = shape_of(job), 2 if job.arithmetic == "float32" else 1
-    while True:
+    while shape.height >= LEAST_ROWS:
         tiles, products = warp_tiles(shape)
         if (tiles * products + split * (tiles + products)) * 4 + SPARE_REGISTERS <= registers:
             return shape
-        if tiles == 1:
-            return None
         shape = replace(shape, height=shape.height // 2)
+    return None
 
 
 def packing_of(job: Job, s: Shape, operand: Operand) -> Packing:

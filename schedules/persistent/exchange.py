@@ -49,16 +49,15 @@ def pack(values: list[Expr], dtype: str) -> Expr:
     if dtype == "float32":
         word, nan = T.let("word", T.reinterpret("uint32", values[0])), 0x7FFFFFFF
     else:
-        word, nan = pack_pair(values[0], values[1], dtype), 0x7FFF7FFF
+        word, nan = pack_pair(*values, dtype), 0x7FFF7FFF
     return T.Select(word == T.uint32(SENTINEL), T.uint32(nan), word)
 
 
 def word_of(plan: PersistentPlan, phase: PhasePlan, operand: int, unit: Expr, column: Expr) -> Expr:
     """Place in a slot of the word that holds ``unit`` (of the group's) in batch row ``column`` of the group."""
     k = unit // per_word(plan.dtype)
-    pair, quarter, part = k // PAIR, k // 4 % 4, k % 4
-    tiles = (operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + column // 8
-    return (tiles * 32 + column % 8 * 4 + quarter) * 4 + part
+    tile = (operand * plan.warps * phase.warp_pairs + k // PAIR) * plan.tiles + column // 8
+    return (tile * 32 + column % 8 * 4 + k // 4 % 4) * 4 + k % 4
 
 
 def load_pairs(plan: PersistentPlan, phase: int, state: TirBuffer, pairs: range, lane: Expr,

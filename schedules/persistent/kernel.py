@@ -151,8 +151,7 @@ class Gates(GateThreads):
             sums: list[dict[Var, Expr]] = [{} for _ in envs]
             if phase.statistics and self.sums is not None:
                 lives = [self._live(i, t) for i in range(plan.items)]
-                # whether an item is one of the layer's units, padding rows included
-                counts = [T.let("counts", T.And(own, unit < plan.hidden))
+                counts = [T.let("counts", T.And(own, unit < plan.hidden))  # of the layer's units; in padding rows, too
                           for own, unit in zip(self.owner, self.unit, strict=True)]
                 sums, e = self.sums.exchange(e, t, envs, counts, self.unit, lives), e + 1
             if phase.products:

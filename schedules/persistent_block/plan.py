@@ -222,7 +222,9 @@ def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
     heads it is that of a block for each of ``shares`` blocks, of the threads alone that have units."""
     phase = task.graph.product_phases[part.phase]
     sources = tuple(phase.products[i].term.source for i in part.products)
-    K = (part.pieces, plan.lanes, 4)
+    K: tuple[int, ...] = (part.pieces, plan.lanes, 4)
+    made: tuple[int, ...] = (plan.threads // plan.lanes, plan.units)
+    order: tuple[int, ...] = (3, 0, 2, 1, 4, 5)
     if plan.mma:
         warps = plan.threads // 32 if plan.heads == 1 else plan.heads * plan.groups
         made = (plan.cluster * warps, plan.units, 8)
@@ -232,6 +234,4 @@ def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
             K, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
     elif plan.heads > 1:
         made, order = (plan.shares, plan.held * plan.groups, plan.units), (1, 4, 0, 3, 2, 5, 6)
-    else:
-        made, order = (plan.threads // plan.lanes, plan.units), (3, 0, 2, 1, 4, 5)
     return packed(sources, (len(sources),), made, K, order, plan.dtype if plan.mma else "float32")

@@ -40,7 +40,7 @@ class Products(ABC):
 
     @abstractmethod
     def _locate(self) -> None:
-        """Works out which pairs the thread has, ``place`` and ``head``."""
+        """Finds the thread's pairs: ``place``, ``head``."""
 
     @abstractmethod
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:

@@ -207,7 +207,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, streams = ("groups", "units", "parts", "row_teams"), "streamed" in knobs
         rest: Config = {"streamed": 0, "ahead": AHEAD[0], "lasting": 100} if streams else {}
-        rest |= {"hoisted": "float32", "math": "exact" if len(knobs["math"]) == 1 else "fast"}
+        rest = {**rest, "hoisted": "float32", "math": "exact" if len(knobs["math"]) == 1 else "fast"}
         cuts = [dict(zip(cut, values, strict=True)) for values in product(*(knobs[name] for name in cut))]
         none = True
         for found in filter(None, (self.fullest(task, one, rest, (0,)) for one in cuts)):
@@ -282,8 +282,8 @@ def _lasting(task: Task, plan: WidePlan) -> int:
 def _large(task: Task) -> bool:
     """Tells whether some weights of a layer may have to be streamed."""
     (phase,), w = task.graph.phases, task.workload
-    weights = len(phase.products) * w.hidden * w.hidden * w.itemsize
-    return not task.traversal.backward and weights > LARGE * task.device.cores
+    return (not task.traversal.backward
+            and len(phase.products) * w.hidden * w.hidden * w.itemsize > LARGE * task.device.cores)
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, kept: Stored = NOTHING) -> Component:

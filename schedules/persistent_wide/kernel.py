@@ -64,12 +64,7 @@ class Gates(GateThreads):
         for t in range(0 if self.numbers is not None else 1, 2):
             self._start_at(T.int32(t))
 
-    def meanwhile(self, t: Expr) -> None:
-        """Emits what is done while the last products of step t are under way."""
-        if self.parcels is None:
-            self._prepare_addresses(t)
-
-    def _prepare_addresses(self, t: Expr) -> None:
+    def prepare(self, t: Expr) -> None:
         """Works out where the state that step t computes goes, before anybody waits for it."""
         plan = self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
@@ -85,7 +80,7 @@ class Gates(GateThreads):
     def step(self, t: Expr) -> None:
         """Emits the way from partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         if self.parcels is not None:
-            self._prepare_addresses(t)  # while sums travel
+            self.prepare(t)  # while sums travel
             self.parcels.poll(t)
         self._barrier(SUMS)
         self.announced: list[list[Expr]] = []
@@ -190,7 +185,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, kept: Stored) -> P
                 gates = Gates(kernel, plan, memory, role, worker)
                 gates.begin()
                 with T.serial("t", 0, kernel.steps) as t:
-                    products.run(t, gates.meanwhile)
+                    products.run(t, gates.prepare if plan.parts == 1 else lambda t: None)
                     T.note("MMA warpgroups: partial sums to shared memory, or to the CTA that finishes their units")
                     products.store(a.get("handed"))
                     T.note("gates, epilogue: wait for all partial sums; the cell's scalars")
