@@ -31,8 +31,7 @@ from ecornn.report.page import TERMS, chip_map, chip_words, rooflines
 from ecornn.report.roles import Kernel, kernel_of, picture
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
-from ecornn.tune.log import gain_of
-from ecornn.tune.log import Line, Log, read, shipped_folder
+from ecornn.tune.log import Line, Log, gain_of, read, shipped_folder
 from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.workload import Workload
