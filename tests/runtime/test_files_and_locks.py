@@ -191,7 +191,9 @@ def test_without_a_temporary_folder_tmpdir_is_named(call: Callable[[], Any], mon
 
 def test_a_folder_that_is_mounted_noexec_is_named(monkeypatch: pytest.MonkeyPatch):
     """The dynamic loader says "failed to map segment from shared object"."""
-    content = ecornn.compile("rnn_tanh", hidden=8, target="cpu").path.read_bytes()
+    module = ecornn.compile("rnn_tanh", hidden=8, target="cpu")  # its file lives as long
+    content = module.path.read_bytes()
+
     def refuse(path: str) -> None:
         raise RuntimeError(f"{path}: failed to map segment from shared object")
     monkeypatch.setattr("ecornn.runtime.library._modules", {})
