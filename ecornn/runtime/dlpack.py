@@ -63,6 +63,9 @@ class Block(_Elements):
         self.pointer, self.strides = memory.pointer, tuple(prod(shape[axis + 1:]) for axis in range(len(shape)))
         self._memory, self._finish = memory, finish
 
+    def is_contiguous(self) -> bool:
+        return True
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device
 

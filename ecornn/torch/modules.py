@@ -98,8 +98,9 @@ class Sequences(CompiledModule):
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
         single = x.dim() == 2
         x = x.unsqueeze(1) if single else x
-        if x.dim() != 3 or x.shape[2] != (width := self._row_width):
-            raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size={width}")
+        if x.dim() != 3 or x.shape[2] != self._row_width:
+            raise ShapeError("input.shape", tuple(input.data.shape),
+                             f"2 or 3 axes, the last of input_size={self._row_width}")
         steps, batch = x.shape[:2]
         if steps == 0:
             raise ShapeError("input.shape", tuple(input.shape), "at least one step")
