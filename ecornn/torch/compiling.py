@@ -85,8 +85,7 @@ def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
 
 # -- the module for a call ----------------------------------------------------------------------
 def few_steps(steps: int) -> int:
-    """The T that a layer on a GPU is compiled for if a call has few ``steps``: 1, 2, 4 or 8, so that similar lengths
-    share a module; 0 if they are many, and one module serves all."""
+    """The T of a layer on a GPU for few ``steps``: 1, 2, 4 or 8, so that similar lengths share it; 0: for many."""
     return 1 << (steps - 1).bit_length() if steps <= FEW else 0
 
 

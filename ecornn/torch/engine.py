@@ -87,8 +87,7 @@ class Engine:
 
     def run(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
-        """y (T, B, D*H) and the states (L*D, B, H) of the layer with these weights, in PyTorch's order, on x
-        (T, B, I), from ``state``, or from zeros if that is empty."""
+        """y (T, B, D*H) and the states (L*D, B, H) of a layer on x (T, B, I), from ``state``; empty: zeros."""
         masks = masks_of(lengths)
         if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
             with self.training(weights, x, "".join(masks), states=False) as layer:
@@ -103,8 +102,7 @@ class Engine:
 
     def forward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
                 lengths: torch.Tensor | Columns | None) -> list[torch.Tensor]:
-        """The results of :meth:`run`, and a tensor of bytes that :meth:`backward` reads besides: nothing else remembers
-        the call. ``lengths`` may be the columns that x has its sequences in."""
+        """The results of :meth:`run`, and the bytes that :meth:`backward` reads; ``lengths`` may be columns of x."""
         steps, batch = x.shape[:2]
         masks = masks_of(lengths)
         with torch.no_grad(), self.training(weights, x, "".join(masks), states=False) as layer:

@@ -208,8 +208,7 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
 
 def specs(module: Any, input: Any, hx: Any) -> list[tuple[LayerSpec, str]]:
-    """The layers to compile for a call with these arguments, each with its target: one by one with dropout, and with
-    gradients that leave layer by layer; none if no module serves the call, or if nobody can say which."""
+    """The layers to compile for a call, with their targets: one by one if it goes layer by layer; or none."""
     why, asked = falling_back.obstacle(module, input, hx)
     packed = isinstance(input, PackedSequence)
     data = input.data if packed else input
