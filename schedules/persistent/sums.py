@@ -124,9 +124,7 @@ class RingSums(Sums):
       ``PersistentPlan.acquired``; their owner wipes them, with those of ``PersistentPlan.released`` before it writes.
 
     The memory between the warps is used in turns of two: who writes it again is behind the barrier of the exchange
-    between, which its readers came to after they had read.
-
-    ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32."""
+    between, which its readers came to after they had read. ``shared``: the block's memory, float32."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], rings: list[TirBuffer],
                  shared: TirBuffer, group: Expr, member: Expr, thread: Expr) -> None:

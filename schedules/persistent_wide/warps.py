@@ -139,8 +139,8 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     while the kernel runs. Which slot a chunk has does not depend on the step; how often it has been filled says which
     parity to wait for.
 
-    Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be
-    there when it is read again. So the first ones of a step are asked to stay, and the others to go first."""
+    Weights beyond what L2 holds, read in the same order in every step, would drive each other out of it before they are
+    read again. So the first ones of a step are asked to stay, and the others to go first."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")
