@@ -55,9 +55,8 @@ def may_be_followed(task: Task) -> bool:
     """Tells whether the launch behind the projection may begin before its end and wait for it: where nothing else of a
     call makes anything before the recurrence, or uses the projection's memory, as what is kept and backward may."""
     graph, traversal = task.graph, task.traversal
-    if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:
-        return False
-    return task.device.can.early_launches and bool(graph.hoisted_outputs)
+    alone = not traversal.backward and traversal.keep is None and not graph.hoisted_statistics
+    return alone and task.device.can.early_launches and bool(graph.hoisted_outputs)
 
 
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:

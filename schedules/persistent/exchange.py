@@ -49,7 +49,7 @@ def pack(values: list[Expr], dtype: str) -> Expr:
     if dtype == "float32":
         word, nan = T.let("word", T.reinterpret("uint32", values[0])), 0x7FFFFFFF
     else:
-        word, nan = pack_pair(*values, dtype), 0x7FFF7FFF
+        word, nan = pack_pair(values[0], values[1], dtype), 0x7FFF7FFF
     return T.Select(word == T.uint32(SENTINEL), T.uint32(nan), word)
 
 

@@ -78,10 +78,8 @@ class PersistentKnobs(Knobs):
 
 
 class PersistentPlan(NamedTuple):
-    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
-
-    Of a layer with heads, whose units see only those of their own head, a group has a head and its weights: it is the
-    group of a layer of ``own`` units, and the heads of the same rows are neighbours."""
+    """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows. Of a layer with
+    heads a group has a head, as of a layer of ``own`` units; the heads of the same rows are neighbours."""
 
     hidden: int
     dtype: str
@@ -320,9 +318,8 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
 
 
 def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) -> PhasePlan:
-    """A phase of which not all fits in ``room`` bytes of shared memory, where a pair of all warps takes ``size``.
-
-    Some of the room is for rings, if there are bulk copies to fill them."""
+    """A phase of which not all fits in ``room`` bytes of shared memory, where a pair of all warps takes ``size``; some
+    of the room is for rings, if there are bulk copies to fill them."""
     left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
     slots = min(left, max(2, ceil_div(AHEAD_BYTES, size)), room // ring) if task.device.can.bulk_copies else 0
     if slots < 2:

@@ -124,9 +124,7 @@ class RingSums(Sums):
       ``PersistentPlan.acquired``; their owner wipes them, with those of ``PersistentPlan.released`` before it writes.
 
     The memory between the warps is used in turns of two: who writes it again is behind the barrier of the exchange
-    between, which its readers came to after they had read.
-
-    ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32."""
+    between, which its readers came to after they had read. ``shared``: the block's memory, float32."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], rings: list[TirBuffer],
                  shared: TirBuffer, group: Expr, member: Expr, thread: Expr) -> None:
@@ -192,8 +190,11 @@ class RingSums(Sums):
         isa.named_barrier_sync(SUMMED, plan.gate_warps * 32)
         totals = []
         for i, n in product(range(plan.items), range(count)):
-            place = (self.rows[i] * plan.row_quads(e) + n // 2) * 4 + n % 2 * 2
-            pairs = [self._pair(side, w, place) for w in range(plan.gate_warps)]
+            place, pairs = (self.rows[i] * plan.row_quads(e) + n // 2) * 4 + n % 2 * 2, list[list[Expr]]()
+            for w in range(plan.gate_warps):
+                pair = T.local("found", (2,), "uint32")  # of values and of squares
+                isa.ld_shared([pair[0], pair[1]], self.words.ptr_to([self._between(side, w) + place]))
+                pairs.append([T.let("sum", T.reinterpret("float32", pair[k])) for k in range(2)])
             totals += [added([p[k] for p in pairs], self.all[e][n].largest) for k in range(2)]
         return totals
 
@@ -227,11 +228,6 @@ class RingSums(Sums):
         """Place in shared memory of what a gate warp has read."""
         plan = self.plan
         return plan.exchange_words + (side * plan.gate_warps + warp) * plan.between_words
-
-    def _pair(self, side: Expr, warp: int, place: Expr) -> list[Expr]:
-        found = T.local("found", (2,), "uint32")  # of values and of squares
-        isa.ld_shared([found[0], found[1]], self.words.ptr_to([self._between(side, warp) + place]))
-        return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]
 
 
 LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts and shuffle

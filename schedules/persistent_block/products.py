@@ -46,7 +46,7 @@ class Products(ABC):
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         """Stores a value of an operand whose buffer begins at word ``first``; ``unit`` counts those before it there."""
 
-    def stored(self) -> None:  # noqa: B027  who has nothing to say leaves it as it is
+    def stored(self) -> None:  # noqa: B027
         """Is called behind a thread's last :meth:`store`, before the barrier."""
 
     @abstractmethod
@@ -213,11 +213,9 @@ class TensorProducts(Products):
     Eight units of one product are eight rows of A, two of these an m16 tile; the columns of B are the batch rows. Lane
     l then has, of unit ``l / 4`` of each eight, the sums of columns ``2 (l % 4)`` and the next one. Where there are at
     most four rows the columns repeat them, so that all lanes of a quad have sums, and share the units of a warp: lane q
-    has row ``q % period``, and of every ``spread`` eights one.
-
-    A row of state lies in shared memory in pairs of k-tiles, in the order of its units: 16 bytes of a lane are words of
-    both tiles, as persistent/exchange.py has it. Warpgroup products read the state from shared memory themselves, in
-    matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often as they repeat."""
+    has row ``q % period``, and of every ``spread`` eights one. A row of state lies in shared memory in pairs of
+    k-tiles: 16 bytes of a lane are words of both tiles. Warpgroup products read the state themselves, in matrices of 8
+    columns by 16 bytes of K; repeated rows are then stored as often as they repeat."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread

@@ -139,8 +139,8 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     while the kernel runs. Which slot a chunk has does not depend on the step; how often it has been filled says which
     parity to wait for.
 
-    Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be
-    there when it is read again. So the first ones of a step are asked to stay, and the others to go first."""
+    Weights beyond what L2 holds, read in the same order in every step, would drive each other out of it before they are
+    read again. So the first ones of a step are asked to stay, and the others to go first."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")
@@ -273,9 +273,14 @@ class Products:
         column = T.let("column", lane % 4 * 2)
         slot = isa.opaque("slot", role.handed(t)) if plan.parts > 1 else None
         self.tag = handed_tag(t)
+        units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))  # rows of these
         for m, half in product(range(plan.own_tiles), range(2)):
             row = isa.opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
-            (finisher, own), there, whose = self._finisher(row), None, 1
+            outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
+            # the block of the set that finishes the row's unit, and which of its own rows of sums this is
+            finisher = isa.opaque("finisher", T.cast(T.floordiv(within, finished), "int32"))
+            own = isa.opaque("own", T.cast(outer * finished + T.floormod(within, finished), "int32"))
+            there, whose = None, 1
             if slot is not None:
                 other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
                 there = isa.pinned("there", slot + handed_word(plan, finisher, other, column, own))
@@ -297,11 +302,3 @@ class Products:
             with T.when(whose > 0):
                 for c, value in every:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
-
-    def _finisher(self, row: Expr) -> tuple[Expr, Expr]:
-        """The block of the set that finishes the unit of a row, and which of its own rows of sums this is: numbers."""
-        plan = self.plan
-        units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
-        outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
-        return (isa.opaque("finisher", T.cast(T.floordiv(within, finished), "int32")),
-                isa.opaque("own", T.cast(outer * finished + T.floormod(within, finished), "int32")))
