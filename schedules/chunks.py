@@ -114,8 +114,13 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
         taken |= {call.buffer for call in calls if isinstance(call, Fill)}
         free = [b for b in sizes.values() if b.role == WORKSPACE and b.name in own - taken]
         instead |= _matched(free, [uses.of(call) for call in calls], steps, sizes)
+
+    def leaf(one: Leaf) -> Leaf:
+        names = {p.name: one.names.get(p.name, p.name) for p in part.functions[one.function].params}
+        return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
+
     buffers = tuple(b for name, b in sizes.items() if name not in instead)
-    return Component(part.functions, buffers, tuple(_with(call, instead, part.functions) for call in part.calls))
+    return Component(part.functions, buffers, tuple(mapped(call, leaf) for call in part.calls))
 
 
 def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str]) -> list[str]:
@@ -171,11 +176,3 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
 
     a, b = place.extent, other.extent
     return structs.replace(place, extent=Extent(elements(a.fixed, b.fixed), elements(a.per_step, b.per_step)))
-
-
-def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:
-    def leaf(one: Leaf) -> Leaf:
-        names = {p.name: one.names.get(p.name, p.name) for p in functions[one.function].params}
-        return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
-
-    return mapped(call, leaf)

@@ -10,7 +10,6 @@ again; after it `state_gradients` makes the gradients of first states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -143,19 +142,12 @@ def state_gradients(memory: Memory) -> Component:
     rows = passes.RowPass(memory.task, memory.forward, memory.x, "finish", memory.last(),
                           passes.unique_invariants(back.forward, back.finish), each=memory.each_state)
     made = rows.component(passes.items_of(back.finish), passes.Wanted((*stores, *summed.places().items())))
-    if not summed.variables:  # else vectors need them
-        made = _left_out(made, [p.columns.name for _, p in stores])
+    if not summed.variables:  # else vectors need them: a call that does not want gradients leaves out their launches
+        names, calls = [p.columns.name for _, p in stores], list(launches(made.calls))
+        wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in names) for one in calls]
+        if all(wanted):
+            made = replace(made, calls=tuple(replace(one, wanted=own) for one, own in zip(calls, wanted, strict=True)))
     return joined(Component(buffers=summed.buffers(memory.task.workload.batch, memory.each_state)), made)
-
-
-def _left_out(made: Component, gradients: Sequence[str]) -> Component:
-    """``made``, but a call that does not want these gradients leaves out its launches; unchanged if one makes none."""
-    wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in gradients)
-              for one in launches(made.calls)]
-    if not all(wanted):
-        return made
-    return replace(made, calls=tuple(replace(one, wanted=own)
-                                     for one, own in zip(launches(made.calls), wanted, strict=True)))
 
 
 THREADS = 1024

@@ -58,11 +58,6 @@ class _Stage:
     def operands(self) -> list[Var]:
         return [t.operand for p in self.products for t in p.terms if t.operand is not None]
 
-    @property
-    def scalar_reads(self) -> set[Var]:
-        """The variables that its scalars read, its own among them."""
-        return {v for a in self.assigns for v in variables(a.value)} | self._wanted(set())
-
     def reads(self, wanted: set[Var]) -> set[Var]:
         """Drops what ``wanted`` does not need; returns the variables that are read of earlier stages and of memory."""
         self.statistics = [kept for those in self.statistics if (kept := tuple(
@@ -136,7 +131,9 @@ class RowPass:
         operands = Workspaces(f"{self.name}_operands", w.dtype, w.hidden, WORKSPACE)
         operands.add(v for s in stages for v in s.operands if not self._at_hand(v))
         for n, stage in enumerate(stages):
-            read = set(wanted.hoisted).union(*(s.scalar_reads for s in stages[n + 1:])) if stages[n + 1:] else set()
+            later = stages[n + 1:]
+            read = set(wanted.hoisted if later else ()).union(*(s._wanted(set()) for s in later))
+            read |= {v for s in later for a in s.assigns for v in variables(a.value)}
             values.add(v for v in stage.made if v in read)
         at, multiplied = values.places(), operands.places()
         made = {v for stage in stages for v in stage.made}

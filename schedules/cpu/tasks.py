@@ -196,8 +196,10 @@ class TileTask:
         if var in self.plan.definition:
             return vector(e, self.plan.definition[var], self.value)
         leaves = {o.graph.x: 0} | o.graph.input_offsets(o.x_stride, self.s.hidden)
-        if var in leaves:
-            return self.x_leaf(leaves[var])
+        if var in leaves:  # H values of the row of x
+            row = self.first * o.batch + e.tirx.Min(self.at_row, self.rows - 1)
+            start = e.let("x_at", row * o.x_stride + self.unit + leaves[var])
+            return e.vload_part("x_part", o.data["x"], start, e.let("x_valid", self.s.hidden - self.unit))
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
@@ -232,13 +234,6 @@ class TileTask:
         if self.s.weights != "int8":
             return product * scales
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
-
-    def x_leaf(self, offset: int) -> Expr:
-        e, s = self.e, self.s
-        row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - 1)
-        start = e.let("x_at", row * self.o.x_stride + self.unit + offset)
-        valid = e.let("x_valid", e.index(s.hidden) - self.unit)
-        return e.vload_part("x_part", self.o.data["x"], start, valid)
 
 
 ONE = Tile(1, 1, 1)  # a vector of units of the row

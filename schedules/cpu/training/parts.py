@@ -64,7 +64,11 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     wanted = [*recurrence.outputs, *(s.value for s in recurrence.sums)]
     wanted += [v for o in recurrence.outer_products for v in (o.value, o.operand)]
     own = _made(recurrence) | {*recurrence.states.values()}  # a gradient may be what the step after left, as it is
-    plan = _recurrence_plan(recurrence)
+    # factors are computed where they are read, from what other parts made; outputs by the stages that make them
+    plan = plan_step(replace(recurrence, hoisted_outputs=(), projected=()))
+    plan = replace(plan, graph=replace(plan.graph, outputs=()), hoisted=(),
+                   parts=tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in plan.parts),
+                   level={v: max(at, 0) if at > -3 else at for v, at in plan.level.items()})
     written: dict[str, list[Var]] = {stage.name: [] for stage in plan.steps}
     for var in dict.fromkeys(v for v in wanted if v in own):
         written[plan.maker(var).name].append(var)
@@ -90,15 +94,6 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
         pass_plan("inputs", before, tuple(dict.fromkeys(v for v in read if v in made))), dx,
         pass_plan("finish", finish, tuple(dict.fromkeys(
             v for v in (*adjoint.gradients.values(), *(s.value for s in finish.sums)) if v in ends))))
-
-
-def _recurrence_plan(graph: StepGraph) -> StepPlan:
-    """The plan of the recurrence: factors are computed where they are read, from what other parts made."""
-    made = plan_step(replace(graph, hoisted_outputs=(), projected=()))
-    level = {v: max(at, 0) if at > -3 else at for v, at in made.level.items()}
-    parts = tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in made.parts)
-    # its outputs are written for other parts, by the stages that make them
-    return replace(made, graph=replace(made.graph, outputs=()), hoisted=(), parts=parts, level=level)
 
 
 def _made(graph: StepGraph) -> set[Var]:
