@@ -64,8 +64,7 @@ def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
 
 def vector_buffer(task: Task) -> Buffer:
     size = max(1, len(task.graph.vectors)), task.workload.hidden
-    sources = tuple(v.source for v in task.graph.vectors)
-    packing = Packing(sources or (("", 0),), size, size, (0, 1), "float32")
+    packing = Packing(tuple(v.source for v in task.graph.vectors) or (("", 0),), size, size, (0, 1), "float32")
     return Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing)
 
 

@@ -85,8 +85,7 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
     name = "cleared_behind" if behind else "cleared_before"
     with T.kernel(name) as made:
         steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))
-        masks = row_arguments(traversal)
-        state = T.pointer("state", dtype)
+        masks, state = row_arguments(traversal), T.pointer("state", dtype)
         T.device_entry()
         border = steps if behind else T.int32(0)
         there = T.let("there", first + steps < whole if behind else first > 0)
@@ -154,8 +153,7 @@ class Timeline:
         if not self.traversal.resets:
             return None
         step, inside = self._start(t, limit)
-        mark = self._mark(T.Select(inside, step, 0), row)
-        return T.let("fresh", T.And(inside, mark != T.uint8(0)))
+        return T.let("fresh", T.And(inside, self._mark(T.Select(inside, step, 0), row) != T.uint8(0)))
 
     def mark(self, t: Expr, row: Expr) -> Expr:
         """The element of ``resets`` that :meth:`starts` needs for step ``t`` < T: only loaded. With ``resets`` only."""

@@ -73,8 +73,7 @@ def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     size = w.batch * len(graph.outputs) * w.hidden
     made = [Buffer("outputs", KEPT, w.dtype, Extent(0, size))] if size else []  # of a step that only states read: none
     kept = [structs.replace(layout.buffer(w.batch), role=KEPT)] if graph.hoisted_outputs else []
-    pieces = piece_buffers(task.traversal, w, len(graph.states))
-    return [*call, vector_buffer(task), *kept, *made, *pieces]
+    return [*call, vector_buffer(task), *kept, *made, *piece_buffers(task.traversal, w, len(graph.states))]
 
 
 FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
@@ -130,8 +129,7 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     made = rows.component(items, passes.Wanted(stores, graph.hoisted_outputs, layout))
     batch = memory.task.workload.batch
     hoisted = (layout.buffer(batch),) if graph.hoisted_outputs else ()
-    spaces = (*hoisted, *multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS))
-    return joined(Component(buffers=spaces), made)
+    return joined(Component(buffers=(*hoisted, *multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS))), made)
 
 
 def state_gradients(memory: Memory) -> Component:

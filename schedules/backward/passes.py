@@ -99,8 +99,7 @@ class RowPass:
     units: int | None = None  # of the last product, where these are not hidden units
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
-        stages = self._stages(items)
-        after = set(wanted.variables)
+        stages, after = self._stages(items), set(wanted.variables)
         for stage in reversed(stages):
             after = (after - stage.made.keys()) | stage.reads(after & stage.made.keys())
         return self._kernels(stages, wanted)
@@ -266,8 +265,7 @@ def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
         items.append((Assign(whole, before + total),))
         total, instead = whole, {whole: before}
     stores = () if back.dinputs else _made(memory)  # a product of x's units may be their kernel
-    needed = graph.hoisted or graph.x is not None or replayed(memory)
-    mask = rows_mask(memory.task.traversal) if needed else None
+    mask = rows_mask(memory.task.traversal) if graph.hoisted or graph.x is not None or replayed(memory) else None
     passes = RowPass(memory.task, memory.forward, memory.x, "inputs", leaves,
                      unique_invariants(back.forward, graph), mask=mask, units=own)
     return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))

@@ -316,8 +316,7 @@ def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool
     if not both:
         return kind(a, b)
     a, b = e.let("a", a), e.let("b", b)
-    integers = e.lanes_of(EXPONENTIAL[e.real].integer)
-    bits = [e.tirx.reinterpret(integers, kind(*order)) for order in ((a, b), (b, a))]
+    bits = [e.tirx.reinterpret(e.lanes_of(EXPONENTIAL[e.real].integer), kind(*order)) for order in ((a, b), (b, a))]
     return e.let("extremum", e.tirx.reinterpret(e.vector_type, e.tirx.bitwise_or(*bits)))
 
 

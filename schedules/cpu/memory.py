@@ -171,6 +171,5 @@ class Timeline:
         inside = e.let("inside", e.tirx.And(step >= self.first_start, step < self.limit(row)))
         last = e.tirx.Min(row, self.batch - 1)
         mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
-        reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")
-        fresh = e.let("fresh", e.tirx.And(inside, reset))
+        fresh = e.let("fresh", e.tirx.And(inside, e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")))
         return {n: self.masked(fresh, e.splat(0.0), v) for n, v in values.items()}

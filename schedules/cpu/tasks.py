@@ -103,8 +103,7 @@ class TileTask:
             start = e.let("operand", start + self.top * stride)
             return data, [start + m * stride for m in rows]
         # rows past the last one read the last one again, never past the end of x
-        last = self.rows - 1
-        return data, [e.let("x_row", start + e.tirx.Min(self.top + m, last) * stride) for m in rows]
+        return data, [e.let("x_row", start + e.tirx.Min(self.top + m, self.rows - 1) * stride) for m in rows]
 
     def locate(self, m: int, v: int) -> None:
         e, s = self.e, self.s
@@ -138,8 +137,7 @@ class TileTask:
         e, o, timeline = self.e, self.o, self.o.timeline
         live = timeline.live(self.t, self.at_row)
         if live is not None:
-            states = o.graph.states
-            results = {n: timeline.masked(live, r, self.value(states[n])) for n, r in results.items()}
+            results = {n: timeline.masked(live, r, self.value(o.graph.states[n])) for n, r in results.items()}
         after = self.t + 1
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
@@ -207,8 +205,7 @@ class TileTask:
         """The vector of a value that other parts made, or the caller has."""
         e, o = self.e, self.o
         if not place.units:
-            row = o.row_of_chunk(self.first, self.t, self.at_row)
-            return e.vload(place.data, place.at(e, row) + self.unit)
+            return e.vload(place.data, place.at(e, o.row_of_chunk(self.first, self.t, self.at_row)) + self.unit)
         inside = e.tirx.Min(self.at_row, self.rows - 1)
         row = e.let("caller_row", self.first * o.batch + o.row_of_chunk(self.first, self.t, inside))
         start = e.let("caller_at", place.at(e, row) + self.unit)

@@ -71,8 +71,7 @@ class Shape:
     @property
     def padded_batch(self) -> int:
         """Rows of a state in workspace: B, padded for every tile of the steps."""
-        rows = [t.rows for name, t in self.tiles.items() if name != "hoisted"]
-        return max(-(-self.batch // r) * r for r in rows)
+        return max(-(-self.batch // r) * r for r in [t.rows for name, t in self.tiles.items() if name != "hoisted"])
 
 
 def lanes_of(device: Device, dtype: str = "float32") -> int:
@@ -116,8 +115,7 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
 
 def vectors_of(columns: int, gates: int, head: int = 0) -> int:
     """Vectors of units in a tile of ``columns`` vectors of all gates; a head of ``head`` (0: none) has whole tiles."""
-    most = max(1, columns // max(1, gates))
-    return max(v for v in range(1, most + 1) if head % v == 0)
+    return max(v for v in range(1, max(1, columns // max(1, gates)) + 1) if head % v == 0)
 
 
 def row_choices(device: Device, most: int) -> tuple[int, ...]:

@@ -223,8 +223,7 @@ class Worker(Memory):
         with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
             first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(e.index(chunk), self.steps - first))
-            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
-            yield first, low, count
+            yield first, e.let("low", self.steps - first - count) if self.traversal.reverse else first, count
 
     def steps_of(self, first: Expr, low: Expr, count: Expr) -> None:
         """The steps of a chunk as :meth:`chunks` has it, with a barrier behind them."""

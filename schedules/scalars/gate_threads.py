@@ -139,8 +139,7 @@ class GateThreads(ABC):
                 T.buffer_store(self.states, T.float32(0), [i, s])
                 with T.when(self.valid[i]):
                     given = T.cast(self.arguments[f"{name}_in"][self.row[i] * H + self.unit[i]], "float32")
-                    first = self.timeline.fresh(0, self.row[i], self._limit(i))
-                    (value,) = self.timeline.started(first, [given])
+                    (value,) = self.timeline.started(self.timeline.fresh(0, self.row[i], self._limit(i)), [given])
                     T.buffer_store(self.states, value, [i, s])
 
     def _number(self, t: Expr, i: int) -> Expr:
@@ -264,8 +263,7 @@ class GateThreads(ABC):
         if self.numbers is not None:
             return {name: self.timeline.masked(ended.fresh, self.given[i, self.state_index[name]], ended.new[name])
                     for name in names}
-        values = self.timeline.started(ended.fresh, [ended.new[name] for name in names])
-        return dict(zip(names, values, strict=True))
+        return dict(zip(names, self.timeline.started(ended.fresh, [ended.new[name] for name in names]), strict=True))
 
     @abstractmethod
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:

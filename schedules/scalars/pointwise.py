@@ -40,8 +40,7 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
         if type(e).__name__ == "Var":
             return env[e]
         if not is_leaf(e) and key_of(e) in table:
-            inner = [T.let("inner", transform(part, visit)) for part in children(e)]
-            return call(*table[key_of(e)], *inner)
+            return call(*table[key_of(e)], *[T.let("inner", transform(part, visit)) for part in children(e)])
         # TVM works out between which values a variable lies, and fails at products of one that is a Cast of a
         # condition, or a Select of two values of which it knows neither.
         if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":

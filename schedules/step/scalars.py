@@ -199,8 +199,7 @@ class StepScalars:
         own = graph.written * self.task.workload.hidden
         at = T.let("at", step_row * traversal.y_width(own) + unit + traversal.y_offset(own))
         self._store_outputs("y", at, outputs or [results[graph.output]], live)
-        kept = {Spot(f"{s}_kept"): results[s] for s in self.kept.states} | values
-        self._keep(step_row, unit, kept, live)
+        self._keep(step_row, unit, {Spot(f"{s}_kept"): results[s] for s in self.kept.states} | values, live)
         self._leave(row, unit, results)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:

@@ -73,8 +73,7 @@ class BackwardWorker(Worker):
         self.summed = (*self.row_sums, *adjoint.finish.sums)
         self.total_row = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
         # tiles of rows may reach past the last row of a chunk
-        tall = max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
-        self.rooms = shape.chunk * shape.batch + tall
+        self.rooms = shape.chunk * shape.batch + max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
         self.adds = task.traversal.reverse and task.traversal.directions > 1  # the second one of a layer
         self.replay = Pass("replay", plans.replay, shape, e, self.rooms)
         self.recurrence = Recurrence(plans.recurrence, shape, task.traversal, e, plans.written, self.rooms)
@@ -251,8 +250,7 @@ class BackwardWorker(Worker):
         for s in sums:
             place, totals = places[s.value], self.data["totals"]
             with self.tasks("sum", e.index(width // lanes)) as task:
-                unit = e.let("unit", task * lanes)
-                total = e.local("total")
+                unit, total = e.let("unit", task * lanes), e.local("total")
                 e.vstore(total, 0, e.splat(0.0))
                 with e.loop("row", rows) as row:
                     e.vstore(total, 0, e.vload(total, 0) + e.vload(place.data, place.at(e, row) + unit))

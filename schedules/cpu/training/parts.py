@@ -121,8 +121,7 @@ def gather(worker: Worker, low: Expr, rows: Expr, copies: Sequence[Copy]) -> Non
         return
     with worker.tasks("gather", rows) as row:
         b, t = e.let("b", e.mod(row, worker.batch)), e.let("at_step", low + e.div(row, worker.batch))
-        at = e.let("source_row", t * worker.batch + b)
-        limit = worker.timeline.limit(b)
+        at, limit = e.let("source_row", t * worker.batch + b), worker.timeline.limit(b)
         for copy in copies:
             if copy.kind == "before":
                 _before(worker, copy, row, b, t, at, limit)
@@ -145,8 +144,7 @@ def _before(worker: Worker, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr, l
     if worker.traversal.resets:
         inside = e.let("inside", after < limit if reverse else t < limit)
         mark = e.tirx.Select(inside, after if reverse else t, e.index(0)) * worker.batch + b
-        marked = e.load(worker.data["resets"], mark) != e.tirx.const(0, "uint8")
-        fresh = e.let("fresh", e.tirx.And(inside, marked))
+        fresh = e.let("fresh", e.tirx.And(inside, e.load(worker.data["resets"], mark) != e.tirx.const(0, "uint8")))
         with e.when(fresh):
             _row(worker, copy, row, None, at)
     with nullcontext() if fresh is None else e.when(e.tirx.Not(fresh)):
@@ -322,8 +320,7 @@ class OuterProducts:
         if head is not None:
             first = e.let("first", first + head * (outer.rows * outer.columns))
             left, right = head * values.count + left, head * operands.count + right
-        left = e.let("left", left * values.stride)
-        right = e.let("right", right * operands.stride)
+        left, right = e.let("left", left * values.stride), e.let("right", right * operands.stride)
         sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
         for m, registers in enumerate(sums):
             start = e.let("start", first + (j + m) * outer.columns + k)
