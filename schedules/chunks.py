@@ -66,15 +66,10 @@ def may_be_cut(task: Task) -> bool:
 
 def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int, states: Iterable[tuple[str, str]],
               reverse: bool, prefix: str = "") -> Component:
-    """The calls of ``part`` in chunks of ``steps``.
-
-    Parameters
-    ----------
-    around : the tensors of the call that it reads and writes
-    task : the layer's, also where ``part`` is of its adjoint
-    states : pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them
-    reverse : the last chunk in time comes first
-    prefix : of the names of workspaces of a chunk"""
+    """The calls of ``part`` in chunks of ``steps``; with ``reverse`` the last one in time comes first. ``around``: the
+    tensors of the call that it reads and writes; ``task``: the layer's, also where ``part`` is of its adjoint;
+    ``states``: pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them; ``prefix``: of the
+    names of a chunk's workspaces."""
     w, traversal = task.workload, task.traversal
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     if traversal.keep is not None:

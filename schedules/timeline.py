@@ -1,8 +1,8 @@
 """The place of a sequence's step in time, and the batch rows that take part in it: for CUDA kernels.
 
-The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y then. A row that takes
-no part in a step keeps its state, and its y is zero. What a row computes there is thrown away by a
-select, never multiplied by zero: x beyond a row's length may hold anything.
+The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y then. A row that takes no part in a step
+keeps its state, and its y is zero. What a row computes there is thrown away by a select, never multiplied by zero: x
+beyond a row's length may hold anything.
 
 ``resets[t, b]`` clears a layer's state between steps t-1 and t of x: the first one clears what a layer begins with, or
 nothing in one that goes backwards. The recurrence of its adjoint crosses the same borders in the opposite direction, so

@@ -1,12 +1,9 @@
 """The recurrence of an adjoint, and a whole backward pass around it.
 
-The recurrence is a task that schedules of forward layers carry out. Its graph is a step like a cell's, of which it has
-``outputs`` in place of y, products of several terms and transposed weights. It reads the values that somebody hoisted
-before, and goes through time the other way than the layer. What it leaves is for others: products over all steps and
-sums are made of its outputs, and the gradients of the first states of its last states.
-
-What comes before it and after it is the same for all of them. Before it `replay` computes values of the forward pass
-again; after it `state_gradients` makes the gradients of first states."""
+The recurrence is a task that schedules of forward layers carry out. Its graph is a step like a cell's, with ``outputs``
+in place of y, products of several terms and transposed weights. It reads values that are hoisted, and goes through time
+the other way than the layer. Products over all steps and sums are made of its outputs, and the gradients of the first
+states of its last states (`state_gradients`). Before it `replay` computes values of the forward pass again."""
 
 from __future__ import annotations
 
@@ -82,16 +79,10 @@ FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to be
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
              add_dx: bool = False, chunked: bool = False, dx: str | None = None) -> tuple[Component, Component]:
     """The component that goes over the rows of all steps, and the one after the last step, with all workspaces; what a
-    backward pass exchanges is as ``memory.py`` has it.
-
-    Parameters
-    ----------
-    layout : of ``hoisted``, which the recurrence reads
-    recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
-    add : to the gradients of parameters that are there, where the scalar ``add`` is not 0
-    add_dx : to dx, as a second direction does
-    chunked : rows are a chunk's; gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first
-    dx : its data type, if not the layer's"""
+    backward pass exchanges is as ``memory.py`` has it. ``recurrence``: from ``hoisted``, in ``layout``, to ``outputs``
+    and ``last_<state>``, but without the buffer ``outputs``; ``add``: to the gradients of parameters that are there,
+    where the scalar ``add`` is not 0; ``add_dx``: to dx, as a second direction does; ``chunked``: rows are a chunk's,
+    added to gradients and to the sums of ``sums_<...>_parts``, zeros at first; ``dx``: its type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0

@@ -17,9 +17,8 @@
     d_<state>_in          (B, H) or (S, H), gradients of first states
     count                 (1,), int32, S, which is T*B at most
 
-All of the layer's data type, where nothing else is said.
-
-A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows.
+All of the layer's data type, where nothing else is said. A long sequence goes in chunks of time
+(``schedules/chunks.py``): workspaces then have a chunk's rows.
 
 The state before a step is zero where a sequence starts there, and where the row takes no part in the step. Of sequences
 in columns it is each one's first state where that begins, and where it goes on in a neighbouring column the state that

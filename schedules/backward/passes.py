@@ -209,10 +209,8 @@ SPACE = "read_out"
 
 
 def with_read_out(task: Task, program: Program) -> Program:
-    """The values that only a layer's outputs need, after its loop: a pass over all rows, from what the loop wrote to y.
-
-        read_out    (T, B, N, H), what the loop writes in place of y; zero where a row takes no part
-        y           (T, B, W), as the layer has it"""
+    """The values that only a layer's outputs need, after its loop: a pass over all rows from ``read_out`` (T, B, N, H),
+    what the loop writes in place of y, zero where a row takes no part, to ``y`` (T, B, W)."""
     assert task.after is not None
     w, graph, y = task.workload, task.after.graph, task.after.traversal
     H, count = w.hidden, len(task.graph.outputs)

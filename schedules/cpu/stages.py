@@ -8,9 +8,8 @@
     stage P   barrier    phase P: products, new states, y
 
 Statistics are computed by row, and so is what follows from them without a product: each row by one thread, through
-as many phases as there are, with one barrier behind the last.
-
-Pointwise values of level 0 are computed again by each stage that reads them; later ones are carried in workspace."""
+as many phases as there are, with one barrier behind the last. Pointwise values of level 0 are computed again by each
+stage that reads them; later ones are carried in workspace."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The work of a thread of the team between barriers: a stage's tasks, and the buffers that their products need.
 
-Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
-same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro. With
-``ahead`` the row tiles of a unit tile ask for the weights of the next one, a share each, while they multiply: else L3
-idles while all but the first of them read L2, and then the first one waits for it."""
+Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the same part, so that its
+weights stay in its cache; what is larger than the cache is gone through to and fro. With ``ahead`` the row tiles of a
+unit tile ask for the next one's weights, a share each, while they multiply: else L3 idles while all but the first of
+them read L2, and then the first one waits for it."""
 
 from __future__ import annotations
 

@@ -157,12 +157,9 @@ def _made(graph: StepGraph) -> tuple[Var, ...]:
 
 
 def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
-    """The pass behind the hoisted product of a cell that has statistics of it: once over its rows, in place.
-
-        hoisted[t, b, q, j] = hoisted output q of unit j, from what the product left there and the row's statistics
-
-    Or it only writes the statistics (T*B, N), the workspace ``row_sums``, for a recurrence that then does the rest
-    (``deferred``): that takes fewer bytes, and rounds once to 16 bits. Nothing if the cell has no such statistics."""
+    """The pass behind the hoisted product of a cell that has statistics of it: once over its rows, in place, from what
+    the product left there and the row's statistics; or with ``deferred`` it only writes these, (T*B, N), to the
+    workspace ``row_sums``, for a recurrence that does the rest: fewer bytes, rounded once to 16 bits."""
     if not task.graph.hoisted_statistics:
         return Component()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)

@@ -1,8 +1,8 @@
 """Layout transform: one launch a step and phase on tensor cores, weights and state laid out for it.
 
-For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block
-streams one contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has
-the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
+For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block streams one
+contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has the hidden axis
+innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
 
 from __future__ import annotations
 
