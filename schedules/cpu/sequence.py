@@ -41,7 +41,6 @@ class Sequence(Worker):
                 self.buffer("hoisted_statistics", WORKSPACE, Extent(room * len(self.hoisted_totals)))
         self.declare_statistics(s.padded_batch)
 
-    # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
         return Program.running({"worker": self.function("worker")}, self.buffers, (self.call("worker"),))
 

@@ -34,8 +34,7 @@ class DxTask(TileTask):
 
     def compute(self) -> None:
         e, o, width = self.e, self.o, self.o.shape.hidden
-        value = self.value(o.dx)
-        row = self.first * o.batch + self.at_row
+        value, row = self.value(o.dx), self.first * o.batch + self.at_row
         valid = e.tirx.Select(self.at_row < self.rows, width - self.unit, e.index(0))
         at, valid = e.let("dx_at", row * o.stride + self.unit), e.let("valid", valid)
         if o.adds:
@@ -98,7 +97,6 @@ class BackwardWorker(Worker):
         outer = sum(o.heads * o.rows * o.columns for o in map(self.outer, self.outer_products))
         return sum(part.work for part in (self.recurrence, *self.passes)) + outer
 
-    # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
         s, task = self.shape, self.layer
         self.declare_scalars()
@@ -181,7 +179,6 @@ class BackwardWorker(Worker):
     def row_place(self, name: str, width: int) -> Place:
         return Place(self.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK)), width)
 
-    # -- control --------------------------------------------------------------------------------
     def prelude(self) -> None:
         e = self.e
         self.recurrence.begin("begin", {self.plans.adjoint.first[name]: self.data[f"d{name}_out"]
