@@ -113,8 +113,8 @@ class CPUSequence(Schedule[Shape]):
 
     def program(self, task: Task, plan: Shape) -> Program:
         """Generates the worker function, and those of training where the task has a backward pass."""
+        from ecornn.schedules.cpu.memory import plan as plan_step
         from ecornn.schedules.cpu.sequence import Sequence, sequence_with_read_out
-        from ecornn.schedules.cpu.stages import plan as plan_step
         from ecornn.schedules.cpu.training import training_program
 
         if task.traversal.keep is not None:

@@ -16,8 +16,7 @@ from ecornn.schedules.assemble import call_buffers
 from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import StepPlan, pass_plan
+from ecornn.schedules.cpu.memory import Place, StepPlan, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import PAIRS, Shape, pairs_pay, tile_for
 from ecornn.schedules.cpu.worker import SLACK, Pass, Worker

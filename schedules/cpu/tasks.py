@@ -11,9 +11,8 @@ from ecornn.analysis import Statistic
 from ecornn.analysis.step import Term
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.emit import vector
-from ecornn.schedules.cpu.memory import Memory, Place, Span
+from ecornn.schedules.cpu.memory import Memory, Place, Span, Stage, groups
 from ecornn.schedules.cpu.product import STORED, Ahead, accumulators, multiply, multiply_pairs, restore
-from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.tiling import Tile
 
 

@@ -17,9 +17,8 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import product
 from ecornn.schedules.cpu.emit import Emitter, vector
-from ecornn.schedules.cpu.memory import Memory, Place, Span, Timeline
+from ecornn.schedules.cpu.memory import Memory, Place, Span, Stage, StepPlan, Timeline, groups, operands
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
-from ecornn.schedules.cpu.stages import Stage, StepPlan, groups, operands
 from ecornn.schedules.cpu.tasks import RowTask, TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.workload import ALONE

@@ -20,8 +20,7 @@ from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter, vector
-from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import Stage, pass_plan
+from ecornn.schedules.cpu.memory import Place, Stage, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.training.parts import Backward, Copy, Outer, OuterProducts, Recurrence, gather

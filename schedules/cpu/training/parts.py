@@ -36,9 +36,8 @@ from ecornn.analysis.step import Phase
 from ecornn.program import WORKSPACE, Extent
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import Stage, StepPlan, pass_plan
-from ecornn.schedules.cpu.stages import plan as plan_step
+from ecornn.schedules.cpu.memory import Place, Stage, StepPlan, pass_plan
+from ecornn.schedules.cpu.memory import plan as plan_step
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.worker import SLACK, Worker
