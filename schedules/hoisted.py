@@ -40,7 +40,8 @@ class Piece:
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""
-        return [registers[(*index, self.register + k)] for k in range(self.words)]
+        places = [(*index, self.register + k) for k in range(self.words)]
+        return [registers[place] for place in places]
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     ``replayed``, what else a later pass reads of the forward step."""
     graph, forward = memory.adjoint.recurrence, memory.kept.replay
     own: tuple[passes.Item, ...] = graph.hoisted, graph.hoisted_statistics, graph.normalized
-    items = [*passes.items_of(forward), *filter(None, own)]
+    items = passes.items_of(forward) + [item for item in own if item]
     multiplied, read = materialized(memory)
     rows = passes.RowPass(memory.task, memory.forward, memory.x, "replay", memory.leaves(),
                           passes.unique_invariants(memory.forward, graph))
