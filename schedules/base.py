@@ -27,9 +27,8 @@ Config = Mapping[str, Value]  # knob -> value
 
 @dataclass(frozen=True)
 class Knob:
-    """One choice of a schedule: its values and, in one line, what they trade.
-
-    ``before``: what it did before it had the knob, which records of that time count with; None: it always had it."""
+    """One choice of a schedule: its values and, in one line, what they trade. ``before``: what it did before it had the
+    knob, with which older records count; None: it always had it."""
 
     name: str
     values: tuple[Value, ...]
@@ -285,8 +284,7 @@ class SearchedSchedule(Schedule[Plan]):
 
 
 def register_limit(device: Device, threads: int, blocks: int = 1) -> int:
-    """Registers that a thread can have, of ``blocks`` of ``threads`` on a multiprocessor: they are given out to four
-    warps at a time, eight for each thread."""
+    """Registers of a thread, of ``blocks`` of ``threads``: given out to four warps at a time, eight for each thread."""
     return min(255, device.registers // (-(-threads // 128) * 128 * blocks) // 8 * 8)
 
 

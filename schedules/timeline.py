@@ -105,9 +105,8 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
 
 
 class Timeline:
-    """Emits the predicates of a traversal; where the traversal has none, nothing is emitted.
-
-    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` if the traversal asks for them; rows must be below B."""
+    """Emits the predicates of a traversal, if it has any; ``arguments`` has ``lengths``, ``resets`` and ``sequences``
+    if it asks for them; rows must be below B."""
 
     def __init__(self, traversal: Traversal, arguments: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.traversal, self.arguments, self.steps, self.batch = traversal, arguments, steps, batch

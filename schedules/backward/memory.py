@@ -231,8 +231,7 @@ BLOCKS = 8  # a multiprocessor
 
 
 def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
-    """``before_<state>`` of each state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
-    ``chunked``: of a chunk, whose neighbours lie around it."""
+    """``before_<state>`` of each state that is read; ``chunked``: of a chunk, whose neighbours lie around it."""
     w, blocks, found = memory.task.workload, BLOCKS * memory.task.device.cores, []
     for state in read_before(memory.adjoint, memory.kept):
         after, before = memory.after(state), memory.before(state)

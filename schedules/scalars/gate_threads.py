@@ -22,8 +22,7 @@ from ecornn.schedules.timeline import row_arguments
 
 @dataclass(frozen=True)
 class Share:
-    """``units`` of H by ``rows`` of the batch that a block has, for ``threads`` threads; ``paired``: each has
-    neighbouring rows of one unit, in twos."""
+    """A block's ``units`` of H by ``rows``, for ``threads`` threads; ``paired``: each has rows of one unit, in twos."""
 
     units: int
     rows: int
@@ -294,8 +293,7 @@ class GateThreads(ABC):
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
     def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
-        """Stores y of step t, (T, B, W), the graph's ``outputs`` where it has such, and what is kept; or the
-        ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
+        """Stores the step's y, or the ``outputs`` (T, B, O, H) of an adjoint's recurrence, and what is kept."""
         w, traversal = self.task.workload, self.task.traversal
         H, name, width, first = w.hidden, "outputs", self.task.row or len(outputs) * w.hidden, 0
         if not traversal.backward:

@@ -85,8 +85,7 @@ def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -
 
 
 class RowSums:
-    """Emits sums over all ``threads`` of a block, in a fixed order. ``memory``: shared memory, float32, of
-    :meth:`words` values."""
+    """Emits sums over all ``threads`` of a block, in a fixed order, through shared memory of :meth:`words` floats."""
 
     def __init__(self, threads: int, thread: Expr, memory: TirBuffer) -> None:
         self.warps, self.thread, self.memory = threads // 32, thread, memory

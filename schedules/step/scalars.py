@@ -32,9 +32,8 @@ Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How an operand (B, H) lies in memory: blocks of ``block`` units, the batch inside a block.
-
-    ``rows`` and ``width`` are B and H, padded to what kernels read; if ``block == width`` the hidden axis is inside."""
+    """The layout of an operand (B, H): blocks of ``block`` units, the batch inside a block. ``rows`` and ``width`` are
+    B and H, padded to what kernels read; if ``block == width`` the hidden axis is inside."""
 
     rows: int
     width: int
