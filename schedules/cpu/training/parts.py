@@ -161,8 +161,12 @@ def _row(worker: Worker, copy: Copy, row: Expr, source: Place | None, at: Expr) 
     whole, left = divmod(copy.length, lanes)
 
     def move(unit: Expr, valid: int) -> None:
-        value = (e.splat(0.0) if source is None or start is None else e.vload(source.data, start + unit)
-                 if valid == lanes else e.vload_part("rest", source.data, start + unit, e.index(valid)))
+        if source is None or start is None:
+            value = e.splat(0.0)
+        elif valid == lanes:
+            value = e.vload(source.data, start + unit)
+        else:
+            value = e.vload_part("rest", source.data, start + unit, e.index(valid))
         e.vstore(copy.to.data, into + unit, value)
 
     with e.loop("vector", whole) as vector:
