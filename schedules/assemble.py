@@ -23,15 +23,10 @@ from ecornn.workload import Traversal
 
 def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hoisted | None,
              projection: Component | None = None, deferred: bool = False, together: int = 1) -> Program:
-    """The program that runs a recurrence; of a task that trains, with the entry ``forward`` besides.
-
-    Parameters
-    ----------
-    recurrence : makes the recurrence that stores these values of each step, with the buffers of one that stores none
-    layout : of the workspace ``hoisted``, which the projection writes; None: none, the recurrence multiplies x itself
-    projection : what fills it, first of all; default: :func:`~ecornn.schedules.gemm.projection.project` of all rows
-    deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
-    together : as :class:`~ecornn.program.Program` has it"""
+    """The program that runs a recurrence; of a task that trains, with the entry ``forward``, too. ``recurrence`` gives
+    one that stores these values of each step; ``layout``: of the workspace ``hoisted`` (None: none, the recurrence
+    multiplies x itself), which ``projection`` fills first, by default :func:`~ecornn.schedules.gemm.projection.project`
+    of all rows; ``deferred``: the recurrence applies statistics of hoisted values itself, from ``row_sums``."""
     before = Component() if layout is None else joined(
         projection or project(task, layout), normalize(task, layout, deferred))
     made = joined(before, recurrence(NOTHING))
@@ -64,8 +59,7 @@ def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
 
 def vector_buffer(task: Task) -> Buffer:
     size = max(1, len(task.graph.vectors)), task.workload.hidden
-    sources = tuple(v.source for v in task.graph.vectors)
-    packing = Packing(sources or (("", 0),), size, size, (0, 1), "float32")
+    packing = Packing(tuple(v.source for v in task.graph.vectors) or (("", 0),), size, size, (0, 1), "float32")
     return Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing)
 
 

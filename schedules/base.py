@@ -27,9 +27,8 @@ Config = Mapping[str, Value]  # knob -> value
 
 @dataclass(frozen=True)
 class Knob:
-    """One choice of a schedule: its values and, in one line, what they trade.
-
-    ``before``: what it did before it had the knob, which records of that time count with; None: it always had it."""
+    """One choice of a schedule: its values and, in one line, what they trade. ``before``: what it did before it had the
+    knob, with which older records count; None: it always had it."""
 
     name: str
     values: tuple[Value, ...]
@@ -173,7 +172,14 @@ class Schedule(ABC, Generic[Plan]):
             return f"{self.name} does not carry out products with heads"
         if task.traversal.backward:
             return self.refuses(task) if self.backward else f"{self.name} does not carry out adjoints"
-        return beyond_forward(task.graph) or self.refuses(task)
+        graph = task.graph
+        transposed = any(p.terms[0].transposed for phase in graph.phases for p in phase.products)
+        # cells have none of it, adjoints do
+        beyond = {"inputs that are not multiplied": graph.given, "values summed over steps": graph.sums,
+                  "weight gradients": graph.outer_products, "products of transposed weights": transposed,
+                  "no state": not graph.states}
+        found = next((what for what, has in beyond.items() if has), None)
+        return f"step {graph.cell!r} has {found}, which no schedule carries out" if found else self.refuses(task)
 
     @abstractmethod
     def refuses(self, task: Task) -> str | None:
@@ -277,19 +283,8 @@ class SearchedSchedule(Schedule[Plan]):
         return best
 
 
-def beyond_forward(graph: StepGraph) -> str | None:
-    """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
-    transposed = any(p.terms[0].transposed for phase in graph.phases for p in phase.products)
-    found = {"inputs that are not multiplied": graph.given, "values summed over steps": graph.sums,
-             "weight gradients": graph.outer_products, "products of transposed weights": transposed,
-             "no state": not graph.states}
-    return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
-                 if has), None)
-
-
 def register_limit(device: Device, threads: int, blocks: int = 1) -> int:
-    """Registers that a thread can have, of ``blocks`` of ``threads`` on a multiprocessor: they are given out to four
-    warps at a time, eight for each thread."""
+    """Registers of a thread, of ``blocks`` of ``threads``: given out to four warps at a time, eight for each thread."""
     return min(255, device.registers // (-(-threads // 128) * 128 * blocks) // 8 * 8)
 
 

@@ -1,7 +1,7 @@
 """``T``: TVM's builder of kernels, with names for what it makes, so that generated code can be read.
 
-What it makes goes to the function that is being built (``with T.kernel(name)``), so there is one for all.
-Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used."""
+There is one for all: what it makes goes to the function that is being built (``with T.kernel(name)``). Everything that
+is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ NOTE = "ecornn_note"  # called with a text where a kernel's author wrote T.note
 
 
 class Builder:
-    """TVM's builder. A name is a wish: it gets a number where another variable has it.
-
-    TVM keeps clear of C's keywords, and of nothing that CUDA declares. So a name of a cell's state gets an ending here;
-    other names of a cell end in numbers (``analysis``)."""
+    """TVM's builder. A name is a wish: it gets a number where another variable has it. TVM keeps clear of C's keywords,
+    and of nothing that CUDA declares: so names of a cell's states get endings here; others end in numbers."""
 
     @cached_property
     def _tvm(self) -> Any:
@@ -98,9 +96,9 @@ class Builder:
         return values[0]
 
     def note(self, text: str) -> None:
-        """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing
-        in what is compiled (``without_notes``). ``MMA warps: ...`` begins what those do; the first such note in a
-        branch names the role of its threads, and pictures have all of them (``ecornn/report/roles.py``)."""
+        """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps; nothing of it is
+        compiled. ``MMA warps: ...`` begins what those do: the first such note in a branch names the role of its threads
+        in pictures (``ecornn/report/roles.py``)."""
         self._tvm.evaluate(self._tvm.call_extern("void", NOTE, text))
 
     @contextmanager

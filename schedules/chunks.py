@@ -66,15 +66,10 @@ def may_be_cut(task: Task) -> bool:
 
 def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int, states: Iterable[tuple[str, str]],
               reverse: bool, prefix: str = "") -> Component:
-    """The calls of ``part`` in chunks of ``steps``.
-
-    Parameters
-    ----------
-    around : the tensors of the call that it reads and writes
-    task : the layer's, also where ``part`` is of its adjoint
-    states : pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them
-    reverse : the last chunk in time comes first
-    prefix : of the names of workspaces of a chunk"""
+    """The calls of ``part`` in chunks of ``steps``; with ``reverse`` the last one in time comes first. ``around``: the
+    tensors of the call that it reads and writes; ``task``: the layer's, also where ``part`` is of its adjoint;
+    ``states``: pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them; ``prefix``: of the
+    names of a chunk's workspaces."""
     w, traversal = task.workload, task.traversal
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     if traversal.keep is not None:
@@ -114,8 +109,13 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
         taken |= {call.buffer for call in calls if isinstance(call, Fill)}
         free = [b for b in sizes.values() if b.role == WORKSPACE and b.name in own - taken]
         instead |= _matched(free, [uses.of(call) for call in calls], steps, sizes)
+
+    def leaf(one: Leaf) -> Leaf:
+        names = {p.name: one.names.get(p.name, p.name) for p in part.functions[one.function].params}
+        return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
+
     buffers = tuple(b for name, b in sizes.items() if name not in instead)
-    return Component(part.functions, buffers, tuple(_with(call, instead, part.functions) for call in part.calls))
+    return Component(part.functions, buffers, tuple(mapped(call, leaf) for call in part.calls))
 
 
 def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str]) -> list[str]:
@@ -171,11 +171,3 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
 
     a, b = place.extent, other.extent
     return structs.replace(place, extent=Extent(elements(a.fixed, b.fixed), elements(a.per_step, b.per_step)))
-
-
-def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:
-    def leaf(one: Leaf) -> Leaf:
-        names = {p.name: one.names.get(p.name, p.name) for p in functions[one.function].params}
-        return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
-
-    return mapped(call, leaf)

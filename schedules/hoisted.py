@@ -40,7 +40,8 @@ class Piece:
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""
-        return [registers[(*index, self.register + k)] for k in range(self.words)]
+        places = [(*index, self.register + k) for k in range(self.words)]
+        return [registers[place] for place in places]
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,8 @@ def unhidden(task: Task, step: float, hides: float) -> float:
 
 
 def preferred(task: Task, expected: float, once: bool = False) -> str:
-    """The default of the knob for a step that takes ``expected`` nanoseconds with float32.
-
-    What is normalized has larger errors: of a float16 LSTM's 4.2e-4, if rounded ``once``, 5.1e-4, else 6.2e-4."""
+    """The default of the knob for a step that takes ``expected`` nanoseconds with float32. What is normalized has
+    larger errors: of a float16 LSTM's 4.2e-4, if rounded ``once``, 5.1e-4, else 6.2e-4."""
     normalized = WORTH_NORMALIZED if once else float("inf")
     worth = normalized if task.graph.hoisted_statistics else WORTH
     return "same" if saved(task) > worth * expected else "float32"

@@ -47,8 +47,7 @@ def for_products(output: Expr, task: Task) -> Expr:
     Of values that are raised they cut off what rounding does, and the gradients of two LSTM layers of 64 units (T =
     100, of the mean of y) are 3.7e-4 from float64's in place of 5.6e-4, by a model of these roundings in float64;
     cuDNN's were 3.0e-4. Sums over all steps, the gradients of biases, have the values before any rounding."""
-    backward = task.traversal.backward and task.workload.arithmetic == "tf32"
-    return raised(output) if backward else output
+    return raised(output) if task.traversal.backward and task.workload.arithmetic == "tf32" else output
 
 
 MOST = 1 << 30  # bytes of gates that are kept where nobody says what is

@@ -1,8 +1,8 @@
 """The place of a sequence's step in time, and the batch rows that take part in it: for CUDA kernels.
 
-The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y then. A row that takes
-no part in a step keeps its state, and its y is zero. What a row computes there is thrown away by a
-select, never multiplied by zero: x beyond a row's length may hold anything.
+The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y then. A row that takes no part in a step
+keeps its state, and its y is zero. What a row computes there is thrown away by a select, never multiplied by zero: x
+beyond a row's length may hold anything.
 
 ``resets[t, b]`` clears a layer's state between steps t-1 and t of x: the first one clears what a layer begins with, or
 nothing in one that goes backwards. The recurrence of its adjoint crosses the same borders in the opposite direction, so
@@ -85,8 +85,7 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
     name = "cleared_behind" if behind else "cleared_before"
     with T.kernel(name) as made:
         steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))
-        masks = row_arguments(traversal)
-        state = T.pointer("state", dtype)
+        masks, state = row_arguments(traversal), T.pointer("state", dtype)
         T.device_entry()
         border = steps if behind else T.int32(0)
         there = T.let("there", first + steps < whole if behind else first > 0)
@@ -106,9 +105,8 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
 
 
 class Timeline:
-    """Emits the predicates of a traversal; where the traversal has none, nothing is emitted.
-
-    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` if the traversal asks for them; rows must be below B."""
+    """Emits the predicates of a traversal, if it has any; ``arguments`` has ``lengths``, ``resets`` and ``sequences``
+    if it asks for them; rows must be below B."""
 
     def __init__(self, traversal: Traversal, arguments: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.traversal, self.arguments, self.steps, self.batch = traversal, arguments, steps, batch
@@ -154,8 +152,7 @@ class Timeline:
         if not self.traversal.resets:
             return None
         step, inside = self._start(t, limit)
-        mark = self._mark(T.Select(inside, step, 0), row)
-        return T.let("fresh", T.And(inside, mark != T.uint8(0)))
+        return T.let("fresh", T.And(inside, self._mark(T.Select(inside, step, 0), row) != T.uint8(0)))
 
     def mark(self, t: Expr, row: Expr) -> Expr:
         """The element of ``resets`` that :meth:`starts` needs for step ``t`` < T: only loaded. With ``resets`` only."""

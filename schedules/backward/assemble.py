@@ -1,16 +1,12 @@
 """The recurrence of an adjoint, and a whole backward pass around it.
 
-The recurrence is a task that schedules of forward layers carry out. Its graph is a step like a cell's, of which it has
-``outputs`` in place of y, products of several terms and transposed weights. It reads the values that somebody hoisted
-before, and goes through time the other way than the layer. What it leaves is for others: products over all steps and
-sums are made of its outputs, and the gradients of the first states of its last states.
-
-What comes before it and after it is the same for all of them. Before it `replay` computes values of the forward pass
-again; after it `state_gradients` makes the gradients of first states."""
+The recurrence is a task that schedules of forward layers carry out. Its graph is a step like a cell's, with ``outputs``
+in place of y, products of several terms and transposed weights. It reads values that are hoisted, and goes through time
+the other way than the layer. Products over all steps and sums are made of its outputs, and the gradients of the first
+states of its last states (`state_gradients`). Before it `replay` computes values of the forward pass again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -74,8 +70,7 @@ def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     size = w.batch * len(graph.outputs) * w.hidden
     made = [Buffer("outputs", KEPT, w.dtype, Extent(0, size))] if size else []  # of a step that only states read: none
     kept = [structs.replace(layout.buffer(w.batch), role=KEPT)] if graph.hoisted_outputs else []
-    pieces = piece_buffers(task.traversal, w, len(graph.states))
-    return [*call, vector_buffer(task), *kept, *made, *pieces]
+    return [*call, vector_buffer(task), *kept, *made, *piece_buffers(task.traversal, w, len(graph.states))]
 
 
 FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
@@ -84,16 +79,10 @@ FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to be
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
              add_dx: bool = False, chunked: bool = False, dx: str | None = None) -> tuple[Component, Component]:
     """The component that goes over the rows of all steps, and the one after the last step, with all workspaces; what a
-    backward pass exchanges is as ``memory.py`` has it.
-
-    Parameters
-    ----------
-    layout : of ``hoisted``, which the recurrence reads
-    recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
-    add : to the gradients of parameters that are there, where the scalar ``add`` is not 0
-    add_dx : to dx, as a second direction does
-    chunked : rows are a chunk's; gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first
-    dx : its data type, if not the layer's"""
+    backward pass exchanges is as ``memory.py`` has it. ``recurrence``: from ``hoisted``, in ``layout``, to ``outputs``
+    and ``last_<state>``, but without the buffer ``outputs``; ``add``: to the gradients of parameters that are there,
+    where the scalar ``add`` is not 0; ``add_dx``: to dx, as a second direction does; ``chunked``: rows are a chunk's,
+    added to gradients and to the sums of ``sums_<...>_parts``, zeros at first; ``dx``: its type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0
@@ -123,7 +112,7 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     ``replayed``, what else a later pass reads of the forward step."""
     graph, forward = memory.adjoint.recurrence, memory.kept.replay
     own: tuple[passes.Item, ...] = graph.hoisted, graph.hoisted_statistics, graph.normalized
-    items = [*passes.items_of(forward), *filter(None, own)]
+    items = passes.items_of(forward) + [item for item in own if item]
     multiplied, read = materialized(memory)
     rows = passes.RowPass(memory.task, memory.forward, memory.x, "replay", memory.leaves(),
                           passes.unique_invariants(memory.forward, graph))
@@ -131,8 +120,7 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     made = rows.component(items, passes.Wanted(stores, graph.hoisted_outputs, layout))
     batch = memory.task.workload.batch
     hoisted = (layout.buffer(batch),) if graph.hoisted_outputs else ()
-    spaces = (*hoisted, *multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS))
-    return joined(Component(buffers=spaces), made)
+    return joined(Component(buffers=(*hoisted, *multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS))), made)
 
 
 def state_gradients(memory: Memory) -> Component:
@@ -143,19 +131,12 @@ def state_gradients(memory: Memory) -> Component:
     rows = passes.RowPass(memory.task, memory.forward, memory.x, "finish", memory.last(),
                           passes.unique_invariants(back.forward, back.finish), each=memory.each_state)
     made = rows.component(passes.items_of(back.finish), passes.Wanted((*stores, *summed.places().items())))
-    if not summed.variables:  # else vectors need them
-        made = _left_out(made, [p.columns.name for _, p in stores])
+    if not summed.variables:  # else vectors need them: a call that does not want gradients leaves out their launches
+        names, calls = [p.columns.name for _, p in stores], list(launches(made.calls))
+        wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in names) for one in calls]
+        if all(wanted):
+            made = replace(made, calls=tuple(replace(one, wanted=own) for one, own in zip(calls, wanted, strict=True)))
     return joined(Component(buffers=summed.buffers(memory.task.workload.batch, memory.each_state)), made)
-
-
-def _left_out(made: Component, gradients: Sequence[str]) -> Component:
-    """``made``, but a call that does not want these gradients leaves out its launches; unchanged if one makes none."""
-    wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in gradients)
-              for one in launches(made.calls)]
-    if not all(wanted):
-        return made
-    return replace(made, calls=tuple(replace(one, wanted=own)
-                                     for one, own in zip(launches(made.calls), wanted, strict=True)))
 
 
 THREADS = 1024

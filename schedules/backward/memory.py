@@ -17,9 +17,8 @@
     d_<state>_in          (B, H) or (S, H), gradients of first states
     count                 (1,), int32, S, which is T*B at most
 
-All of the layer's data type, where nothing else is said.
-
-A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows.
+All of the layer's data type, where nothing else is said. A long sequence goes in chunks of time
+(``schedules/chunks.py``): workspaces then have a chunk's rows.
 
 The state before a step is zero where a sequence starts there, and where the row takes no part in the step. Of sequences
 in columns it is each one's first state where that begins, and where it goes on in a neighbouring column the state that
@@ -232,8 +231,7 @@ BLOCKS = 8  # a multiprocessor
 
 
 def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
-    """``before_<state>`` of each state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
-    ``chunked``: of a chunk, whose neighbours lie around it."""
+    """``before_<state>`` of each state that is read; ``chunked``: of a chunk, whose neighbours lie around it."""
     w, blocks, found = memory.task.workload, BLOCKS * memory.task.device.cores, []
     for state in read_before(memory.adjoint, memory.kept):
         after, before = memory.after(state), memory.before(state)

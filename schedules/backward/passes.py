@@ -58,11 +58,6 @@ class _Stage:
     def operands(self) -> list[Var]:
         return [t.operand for p in self.products for t in p.terms if t.operand is not None]
 
-    @property
-    def scalar_reads(self) -> set[Var]:
-        """The variables that its scalars read, its own among them."""
-        return {v for a in self.assigns for v in variables(a.value)} | self._wanted(set())
-
     def reads(self, wanted: set[Var]) -> set[Var]:
         """Drops what ``wanted`` does not need; returns the variables that are read of earlier stages and of memory."""
         self.statistics = [kept for those in self.statistics if (kept := tuple(
@@ -104,8 +99,7 @@ class RowPass:
     units: int | None = None  # of the last product, where these are not hidden units
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
-        stages = self._stages(items)
-        after = set(wanted.variables)
+        stages, after = self._stages(items), set(wanted.variables)
         for stage in reversed(stages):
             after = (after - stage.made.keys()) | stage.reads(after & stage.made.keys())
         return self._kernels(stages, wanted)
@@ -136,7 +130,9 @@ class RowPass:
         operands = Workspaces(f"{self.name}_operands", w.dtype, w.hidden, WORKSPACE)
         operands.add(v for s in stages for v in s.operands if not self._at_hand(v))
         for n, stage in enumerate(stages):
-            read = set(wanted.hoisted).union(*(s.scalar_reads for s in stages[n + 1:])) if stages[n + 1:] else set()
+            later = stages[n + 1:]
+            read = set(wanted.hoisted if later else ()).union(*(s._wanted(set()) for s in later))
+            read |= {v for s in later for a in s.assigns for v in variables(a.value)}
             values.add(v for v in stage.made if v in read)
         at, multiplied = values.places(), operands.places()
         made = {v for stage in stages for v in stage.made}
@@ -213,10 +209,8 @@ SPACE = "read_out"
 
 
 def with_read_out(task: Task, program: Program) -> Program:
-    """The values that only a layer's outputs need, after its loop: a pass over all rows, from what the loop wrote to y.
-
-        read_out    (T, B, N, H), what the loop writes in place of y; zero where a row takes no part
-        y           (T, B, W), as the layer has it"""
+    """The values that only a layer's outputs need, after its loop: a pass over all rows from ``read_out`` (T, B, N, H),
+    what the loop writes in place of y, zero where a row takes no part, to ``y`` (T, B, W)."""
     assert task.after is not None
     w, graph, y = task.workload, task.after.graph, task.after.traversal
     H, count = w.hidden, len(task.graph.outputs)
@@ -269,8 +263,7 @@ def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
         items.append((Assign(whole, before + total),))
         total, instead = whole, {whole: before}
     stores = () if back.dinputs else _made(memory)  # a product of x's units may be their kernel
-    needed = graph.hoisted or graph.x is not None or replayed(memory)
-    mask = rows_mask(memory.task.traversal) if needed else None
+    mask = rows_mask(memory.task.traversal) if graph.hoisted or graph.x is not None or replayed(memory) else None
     passes = RowPass(memory.task, memory.forward, memory.x, "inputs", leaves,
                      unique_invariants(back.forward, graph), mask=mask, units=own)
     return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))

@@ -216,8 +216,7 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
     warps = THREADS // 32
     with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        kinds = {group.name: place.dtype} | counted(group.each)
-        arguments = {n: T.pointer(n, kind) for n, kind in kinds.items()}
+        arguments = {n: T.pointer(n, kind) for n, kind in ({group.name: place.dtype} | counted(group.each)).items()}
         parts = T.pointer("parts", "float32")
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)

@@ -10,11 +10,7 @@ from ecornn.schedules.cpu import tiling
 from ecornn.schedules.cpu.tiling import PAIRS, CPUKnobs, Shape
 from ecornn.schedules.rates import cpu_rates
 
-UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
-GATES = (0, 1, 2)
-TEAM = (0, 1, 2, 4, 8)
-CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class CPUSequence(Schedule[Shape]):
@@ -50,14 +46,15 @@ class CPUSequence(Schedule[Shape]):
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         device, work = task.device, task.workload
         widest = max((len(p.products) for p in task.graph.phases), default=1)
-        steps = tuple(c for c in CHUNK if c < 2 * work.seq)
+        steps = tuple(c for c in (1, 2, 4, 8, 16, 32, 64, 128) if c < 2 * work.seq)
         return CPUKnobs.offered({
-            "rows": tiling.row_choices(device, work.batch), "unroll": UNROLL,
+            "rows": tiling.row_choices(device, work.batch), "unroll": (1, 2, 4, 8),
             "columns": tiling.column_choices(device, widest, work),
             "project_rows": tiling.row_choices(device, work.batch * work.seq),
             "project_columns": tiling.column_choices(device, max(1, len(task.graph.hoisted_products)), work),
-            "team": tuple(t for t in TEAM if t < max(2, task.device.cores)), "pairs": PAIRS, "project_pairs": PAIRS,
-            "gates": GATES, "project_gates": GATES, "ahead": (0, 1), "chunk": steps})
+            "team": tuple(t for t in (0, 1, 2, 4, 8) if t < max(2, task.device.cores)),
+            "pairs": PAIRS, "project_pairs": PAIRS, "gates": (0, 1, 2), "project_gates": (0, 1, 2), "ahead": (0, 1),
+            "chunk": steps})
 
     def plan(self, task: Task, config: Config) -> Shape:
         return tiling.shape_of(task, CPUKnobs(config))
@@ -113,8 +110,8 @@ class CPUSequence(Schedule[Shape]):
 
     def program(self, task: Task, plan: Shape) -> Program:
         """Generates the worker function, and those of training where the task has a backward pass."""
+        from ecornn.schedules.cpu.memory import plan as plan_step
         from ecornn.schedules.cpu.sequence import Sequence, sequence_with_read_out
-        from ecornn.schedules.cpu.stages import plan as plan_step
         from ecornn.schedules.cpu.training import training_program
 
         if task.traversal.keep is not None:

@@ -229,21 +229,16 @@ def bounded(e: Emitter, x: Expr, low: float, high: float) -> Expr:
 
 
 def tanh(e: Emitter, x: Expr) -> Expr:
-    if e.real == "float64":
-        return tanh_64(e, x)
+    if e.real == "float64":  # by exp(2 x) - 1, which for small x has the bits of x
+        n, r = reduced(e, e.splat(2.0) * bounded(e, x, -TANH_BOUND_64, TANH_BOUND_64))
+        power = e.let("power", power_of_two(e, whole(e, n)))
+        rest = e.let("rest", e.fma(r * r, horner(e, r, EXPONENTIAL["float64"].tail), r))  # exp(r) - 1
+        less_one = e.let("less_one", e.fma(power, rest, power - e.splat(1.0)))
+        return e.let("tanh", less_one / (less_one + e.splat(2.0)))
     x = bounded(e, x, -TANH_BOUND, TANH_BOUND)
     square = e.let("square", x * x)
     # the quotient first: x times a polynomial near 0.005 would lose the bits of a tiny x
     return e.let("tanh", x * (horner(e, square, TANH_ODD) / horner(e, square, TANH_EVEN)))
-
-
-def tanh_64(e: Emitter, x: Expr) -> Expr:
-    """Vector tanh in float64, by exp(2 x) - 1, which for small x has the bits of x."""
-    n, r = reduced(e, e.splat(2.0) * bounded(e, x, -TANH_BOUND_64, TANH_BOUND_64))
-    power = e.let("power", power_of_two(e, whole(e, n)))
-    rest = e.let("rest", e.fma(r * r, horner(e, r, EXPONENTIAL["float64"].tail), r))  # exp(r) - 1
-    less_one = e.let("less_one", e.fma(power, rest, power - e.splat(1.0)))
-    return e.let("tanh", less_one / (less_one + e.splat(2.0)))
 
 
 def sigmoid(e: Emitter, x: Expr) -> Expr:
@@ -321,8 +316,7 @@ def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool
     if not both:
         return kind(a, b)
     a, b = e.let("a", a), e.let("b", b)
-    integers = e.lanes_of(EXPONENTIAL[e.real].integer)
-    bits = [e.tirx.reinterpret(integers, kind(*order)) for order in ((a, b), (b, a))]
+    bits = [e.tirx.reinterpret(e.lanes_of(EXPONENTIAL[e.real].integer), kind(*order)) for order in ((a, b), (b, a))]
     return e.let("extremum", e.tirx.reinterpret(e.vector_type, e.tirx.bitwise_or(*bits)))
 
 

@@ -370,7 +370,6 @@ def multiply_pairs(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top
     with e.when(e.tirx.Not(paired)), e.loop("part", operand.pairs) as part, e.loop("k", length) as k:
         loaded = weight(k, part)
         for m in range(len(into)):
-            place = starts[0] + m * width + part * stride + k
-            one = e.let("value", e.splat(e.load(operand.copies[0], place)))
+            one = e.let("value", e.splat(e.load(operand.copies[0], starts[0] + m * width + part * stride + k)))
             for n in range(columns):
                 add(m, n, one, loaded[n])

@@ -16,8 +16,7 @@ from ecornn.schedules.assemble import call_buffers
 from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import StepPlan, pass_plan
+from ecornn.schedules.cpu.memory import Place, StepPlan, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import PAIRS, Shape, pairs_pay, tile_for
 from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
@@ -41,7 +40,6 @@ class Sequence(Worker):
                 self.buffer("hoisted_statistics", WORKSPACE, Extent(room * len(self.hoisted_totals)))
         self.declare_statistics(s.padded_batch)
 
-    # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
         return Program.running({"worker": self.function("worker")}, self.buffers, (self.call("worker"),))
 
@@ -102,8 +100,7 @@ class ReadOutTask(TileTask):
             return
         values = [self.value(var) for var in o.graph.outputs]
         live, own = o.owner.live_row(self.first, self.at_row), len(values) * hidden
-        row = (self.first * o.batch + self.at_row) * o.y.y_width(own)
-        at = e.let("y_at", row + o.y.y_offset(own) + self.unit)
+        at = e.let("y_at", (self.first * o.batch + self.at_row) * o.y.y_width(own) + o.y.y_offset(own) + self.unit)
         valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, hidden - self.unit, e.index(0)))
         for number, value in enumerate(values):
             value = o.owner.timeline.masked(live, value, e.splat(0.0))
@@ -133,8 +130,7 @@ class ReadOutSequence(Sequence):
 
     def declare(self) -> None:
         super().declare()
-        width = max(self.shape.width, self.read_out.shape.width)
-        self.left = {}
+        width, self.left = max(self.shape.width, self.read_out.shape.width), {}
         for number, var in enumerate(self.graph.outputs):
             self.left[var] = Place(self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK)), width)
         self.read_out.declare(self)

@@ -11,9 +11,8 @@ from ecornn.analysis import Statistic
 from ecornn.analysis.step import Term
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.emit import vector
-from ecornn.schedules.cpu.memory import Memory, Place, Span
+from ecornn.schedules.cpu.memory import Memory, Place, Span, Stage, groups
 from ecornn.schedules.cpu.product import STORED, Ahead, accumulators, multiply, multiply_pairs, restore
-from ecornn.schedules.cpu.stages import Stage, groups
 from ecornn.schedules.cpu.tiling import Tile
 
 
@@ -103,8 +102,7 @@ class TileTask:
             start = e.let("operand", start + self.top * stride)
             return data, [start + m * stride for m in rows]
         # rows past the last one read the last one again, never past the end of x
-        last = self.rows - 1
-        return data, [e.let("x_row", start + e.tirx.Min(self.top + m, last) * stride) for m in rows]
+        return data, [e.let("x_row", start + e.tirx.Min(self.top + m, self.rows - 1) * stride) for m in rows]
 
     def locate(self, m: int, v: int) -> None:
         e, s = self.e, self.s
@@ -138,8 +136,7 @@ class TileTask:
         e, o, timeline = self.e, self.o, self.o.timeline
         live = timeline.live(self.t, self.at_row)
         if live is not None:
-            states = o.graph.states
-            results = {n: timeline.masked(live, r, self.value(states[n])) for n, r in results.items()}
+            results = {n: timeline.masked(live, r, self.value(o.graph.states[n])) for n, r in results.items()}
         after = self.t + 1
         for name, value in timeline.started(after, self.at_row, results).items():
             e.vstore(o.data[f"{name}_state"], o.slot(name, after) + self.at, value)
@@ -196,8 +193,10 @@ class TileTask:
         if var in self.plan.definition:
             return vector(e, self.plan.definition[var], self.value)
         leaves = {o.graph.x: 0} | o.graph.input_offsets(o.x_stride, self.s.hidden)
-        if var in leaves:
-            return self.x_leaf(leaves[var])
+        if var in leaves:  # H values of the row of x
+            row = self.first * o.batch + e.tirx.Min(self.at_row, self.rows - 1)
+            start = e.let("x_at", row * o.x_stride + self.unit + leaves[var])
+            return e.vload_part("x_part", o.data["x"], start, e.let("x_valid", self.s.hidden - self.unit))
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
@@ -205,8 +204,7 @@ class TileTask:
         """The vector of a value that other parts made, or the caller has."""
         e, o = self.e, self.o
         if not place.units:
-            row = o.row_of_chunk(self.first, self.t, self.at_row)
-            return e.vload(place.data, place.at(e, row) + self.unit)
+            return e.vload(place.data, place.at(e, o.row_of_chunk(self.first, self.t, self.at_row)) + self.unit)
         inside = e.tirx.Min(self.at_row, self.rows - 1)
         row = e.let("caller_row", self.first * o.batch + o.row_of_chunk(self.first, self.t, inside))
         start = e.let("caller_at", place.at(e, row) + self.unit)
@@ -232,13 +230,6 @@ class TileTask:
         if self.s.weights != "int8":
             return product * scales
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
-
-    def x_leaf(self, offset: int) -> Expr:
-        e, s = self.e, self.s
-        row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - 1)
-        start = e.let("x_at", row * self.o.x_stride + self.unit + offset)
-        valid = e.let("x_valid", e.index(s.hidden) - self.unit)
-        return e.vload_part("x_part", self.o.data["x"], start, valid)
 
 
 ONE = Tile(1, 1, 1)  # a vector of units of the row

@@ -71,8 +71,7 @@ class Shape:
     @property
     def padded_batch(self) -> int:
         """Rows of a state in workspace: B, padded for every tile of the steps."""
-        rows = [t.rows for name, t in self.tiles.items() if name != "hoisted"]
-        return max(-(-self.batch // r) * r for r in rows)
+        return max(-(-self.batch // t.rows) * t.rows for name, t in self.tiles.items() if name != "hoisted")
 
 
 def lanes_of(device: Device, dtype: str = "float32") -> int:
@@ -116,8 +115,7 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
 
 def vectors_of(columns: int, gates: int, head: int = 0) -> int:
     """Vectors of units in a tile of ``columns`` vectors of all gates; a head of ``head`` (0: none) has whole tiles."""
-    most = max(1, columns // max(1, gates))
-    return max(v for v in range(1, most + 1) if head % v == 0)
+    return max(v for v in range(1, max(1, columns // max(1, gates)) + 1) if head % v == 0)
 
 
 def row_choices(device: Device, most: int) -> tuple[int, ...]:
@@ -158,9 +156,9 @@ class CPUKnobs(Knobs):
 def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
     """The tiles of the hoisted product, of each phase that has products, and of ``prologue``, the pointwise part."""
     graph, unroll, head, project = task.graph, knobs.unroll, head_vectors(task), len(task.graph.hoisted_products)
-    vectors = vectors_of(knobs.project_columns, project, 0)
-    found = {"hoisted": Tile(knobs.project_rows, vectors, unroll, knobs.project_pairs if project else 0, False,
-                             knobs.project_gates), "prologue": Tile(knobs.rows, 1, unroll)}
+    hoisted = Tile(knobs.project_rows, vectors_of(knobs.project_columns, project), unroll,
+                   knobs.project_pairs if project else 0, False, knobs.project_gates)
+    found = {"hoisted": hoisted, "prologue": Tile(knobs.rows, 1, unroll)}
     for p, phase in enumerate(graph.phases, 1):
         if gates := len(phase.products):
             vectors = vectors_of(knobs.columns, gates, head)
@@ -310,7 +308,7 @@ def features(task: Task, shape: Shape) -> dict[str, float]:
     """Numbers a cost model can rank configurations by, from sizes alone."""
     workload = task.workload
     threads = max(1, min(task.device.cores, shape.team or task.device.cores))
-    found: dict[str, float] = {}
+    found, rates = dict[str, float](), cpu_rates(task.device)
     weights = padded = useful = busiest = 0.0
     for name, tile in shape.tiles.items():
         if not (gates := gates_of(task, name)):
@@ -326,8 +324,7 @@ def features(task: Task, shape: Shape) -> dict[str, float]:
         found[f"{prefix}_tasks"] = float(row_tiles * units)
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
         found[f"{prefix}_waste"] = computed * units * tile.vectors * shape.lanes / (rows * workload.hidden)
-        found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads,
-                                           cpu_rates(task.device))
+        found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads, rates)
         found[f"{prefix}_tile_bytes"] = STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep
         if not hoisted:
             weights += STORED[shape.weights].bytes * gates * shape.width * deep

@@ -1,9 +1,9 @@
 """The work of a thread of the team between barriers: a stage's tasks, and the buffers that their products need.
 
-Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
-same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro. With
-``ahead`` the row tiles of a unit tile ask for the weights of the next one, a share each, while they multiply: else L3
-idles while all but the first of them read L2, and then the first one waits for it."""
+Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the same part, so that its
+weights stay in its cache; what is larger than the cache is gone through to and fro. With ``ahead`` the row tiles of a
+unit tile ask for the next one's weights, a share each, while they multiply: else L3 idles while all but the first of
+them read L2, and then the first one waits for it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import product
 from ecornn.schedules.cpu.emit import Emitter, vector
-from ecornn.schedules.cpu.memory import Memory, Place, Span, Timeline
+from ecornn.schedules.cpu.memory import Memory, Place, Span, Stage, StepPlan, Timeline, groups, operands
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
-from ecornn.schedules.cpu.stages import Stage, StepPlan, groups, operands
 from ecornn.schedules.cpu.tasks import RowTask, TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.workload import ALONE
@@ -223,8 +222,7 @@ class Worker(Memory):
         with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
             first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(e.index(chunk), self.steps - first))
-            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
-            yield first, low, count
+            yield first, e.let("low", self.steps - first - count) if self.traversal.reverse else first, count
 
     def steps_of(self, first: Expr, low: Expr, count: Expr) -> None:
         """The steps of a chunk as :meth:`chunks` has it, with a barrier behind them."""

@@ -22,8 +22,7 @@ from ecornn.schedules.timeline import row_arguments
 
 @dataclass(frozen=True)
 class Share:
-    """``units`` of H by ``rows`` of the batch that a block has, for ``threads`` threads; ``paired``: each has
-    neighbouring rows of one unit, in twos."""
+    """A block's ``units`` of H by ``rows``, for ``threads`` threads; ``paired``: each has rows of one unit, in twos."""
 
     units: int
     rows: int
@@ -139,8 +138,7 @@ class GateThreads(ABC):
                 T.buffer_store(self.states, T.float32(0), [i, s])
                 with T.when(self.valid[i]):
                     given = T.cast(self.arguments[f"{name}_in"][self.row[i] * H + self.unit[i]], "float32")
-                    first = self.timeline.fresh(0, self.row[i], self._limit(i))
-                    (value,) = self.timeline.started(first, [given])
+                    (value,) = self.timeline.started(self.timeline.fresh(0, self.row[i], self._limit(i)), [given])
                     T.buffer_store(self.states, value, [i, s])
 
     def _number(self, t: Expr, i: int) -> Expr:
@@ -264,8 +262,7 @@ class GateThreads(ABC):
         if self.numbers is not None:
             return {name: self.timeline.masked(ended.fresh, self.given[i, self.state_index[name]], ended.new[name])
                     for name in names}
-        values = self.timeline.started(ended.fresh, [ended.new[name] for name in names])
-        return dict(zip(names, values, strict=True))
+        return dict(zip(names, self.timeline.started(ended.fresh, [ended.new[name] for name in names]), strict=True))
 
     @abstractmethod
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
@@ -296,8 +293,7 @@ class GateThreads(ABC):
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
     def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
-        """Stores y of step t, (T, B, W), the graph's ``outputs`` where it has such, and what is kept; or the
-        ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
+        """Stores the step's y, or the ``outputs`` (T, B, O, H) of an adjoint's recurrence, and what is kept."""
         w, traversal = self.task.workload, self.task.traversal
         H, name, width, first = w.hidden, "outputs", self.task.row or len(outputs) * w.hidden, 0
         if not traversal.backward:

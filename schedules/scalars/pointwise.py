@@ -25,10 +25,8 @@ def math_choices(task: Task) -> tuple[str, ...]:
 
 
 def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
-    """Emits ``assigns`` in order and returns ``env`` extended by their variables.
-
-    ``env`` gives an expression for every variable that they read; each assigned variable is bound once, so that later
-    uses read a register. ``math`` is one of :data:`MATH`."""
+    """Emits ``assigns`` in order and returns ``env``, which has what they read, extended by their variables. Each is
+    bound once, so that later uses read a register. ``math`` is one of :data:`MATH`."""
     env = dict(env)
     for assign in assigns:
         env[assign.var] = T.let(assign.var.name, _value(assign.value, env, FUNCTIONS[math]))
@@ -40,8 +38,7 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
         if type(e).__name__ == "Var":
             return env[e]
         if not is_leaf(e) and key_of(e) in table:
-            inner = [T.let("inner", transform(part, visit)) for part in children(e)]
-            return call(*table[key_of(e)], *inner)
+            return call(*table[key_of(e)], *[T.let("inner", transform(part, visit)) for part in children(e)])
         # TVM works out between which values a variable lies, and fails at products of one that is a Cast of a
         # condition, or a Select of two values of which it knows neither.
         if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":

@@ -85,8 +85,7 @@ def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -
 
 
 class RowSums:
-    """Emits sums over all ``threads`` of a block, in a fixed order. ``memory``: shared memory, float32, of
-    :meth:`words` values."""
+    """Emits sums over all ``threads`` of a block, in a fixed order, through shared memory of :meth:`words` floats."""
 
     def __init__(self, threads: int, thread: Expr, memory: TirBuffer) -> None:
         self.warps, self.thread, self.memory = threads // 32, thread, memory
@@ -157,12 +156,9 @@ def _made(graph: StepGraph) -> tuple[Var, ...]:
 
 
 def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
-    """The pass behind the hoisted product of a cell that has statistics of it: once over its rows, in place.
-
-        hoisted[t, b, q, j] = hoisted output q of unit j, from what the product left there and the row's statistics
-
-    Or it only writes the statistics (T*B, N), the workspace ``row_sums``, for a recurrence that then does the rest
-    (``deferred``): that takes fewer bytes, and rounds once to 16 bits. Nothing if the cell has no such statistics."""
+    """The pass behind the hoisted product of a cell that has statistics of it: once over its rows, in place, from what
+    the product left there and the row's statistics; or with ``deferred`` it only writes these, (T*B, N), to the
+    workspace ``row_sums``, for a recurrence that does the rest: fewer bytes, rounded once to 16 bits."""
     if not task.graph.hoisted_statistics:
         return Component()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)

@@ -1,8 +1,8 @@
 """Layout transform: one launch a step and phase on tensor cores, weights and state laid out for it.
 
-For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block
-streams one contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has
-the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
+For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block streams one
+contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has the hidden axis
+innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
 
 from __future__ import annotations
 
@@ -188,8 +188,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
                 return row, unit, T.let("place", row0 + row), T.let("place", column * plan.units + unit)
 
-            items = ceil_div(plan.units * plan.rows, plan.threads)
-            ahead = []
+            items, ahead = ceil_div(plan.units * plan.rows, plan.threads), []
             for i in range(items if items <= AHEAD else 0):  # on their way while the product is computed
                 *_, b, j = place(i)
                 ahead.append(scalars.hoisted(T.let("ahead", T.min(b, a["B"] - 1)), T.let("ahead", T.min(j, H - 1))))

@@ -162,8 +162,7 @@ class TensorProduct:
     def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
         self.plan, self.p, self.rows = plan, p, rows
         self.memory, self.shared, self.thread = memory, memory.view("uint32"), thread
-        warp = T.let("warp", thread // 32)
-        self.lane = T.let("lane", thread % 32)
+        warp, self.lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
         self.row_warp = T.let("row_warp", warp % plan.row_warps)
         self.batch_warp = T.let("batch_warp", warp // plan.row_warps % plan.batch_warps)
         self.part = T.let("part", warp // (plan.row_warps * plan.batch_warps))

@@ -32,9 +32,8 @@ Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How an operand (B, H) lies in memory: blocks of ``block`` units, the batch inside a block.
-
-    ``rows`` and ``width`` are B and H, padded to what kernels read; if ``block == width`` the hidden axis is inside."""
+    """The layout of an operand (B, H): blocks of ``block`` units, the batch inside a block. ``rows`` and ``width`` are
+    B and H, padded to what kernels read; if ``block == width`` the hidden axis is inside."""
 
     rows: int
     width: int
@@ -199,8 +198,7 @@ class StepScalars:
         own = graph.written * self.task.workload.hidden
         at = T.let("at", step_row * traversal.y_width(own) + unit + traversal.y_offset(own))
         self._store_outputs("y", at, outputs or [results[graph.output]], live)
-        kept = {Spot(f"{s}_kept"): results[s] for s in self.kept.states} | values
-        self._keep(step_row, unit, kept, live)
+        self._keep(step_row, unit, {Spot(f"{s}_kept"): results[s] for s in self.kept.states} | values, live)
         self._leave(row, unit, results)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:

@@ -202,8 +202,7 @@ class WarpProduct:
         block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * n))
 
         def load_weights(slot: int, pair: Expr) -> None:
-            place = pair * (share.groups * GROUP * n) + self.lane * (4 * n)
-            first = T.let("first", block + T.cast(place, "int64"))
+            first = T.let("first", block + T.cast(pair * (share.groups * GROUP * n) + self.lane * (4 * n), "int64"))
             for g in range(share.groups):
                 ld_global([self.a[slot, g, i] for i in range(4)], weights.ptr_to([first + g * (GROUP * n)]))
 

@@ -103,8 +103,7 @@ def plan_of(task: Task, knobs: StepKnobs) -> StepPlan:
     parts = (first, warps - first) if len(products) == 2 else (warps,)
     shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead, cluster > 1)
                    for own, width, part in zip(products, widths, parts, strict=True))
-    columns = ceil_div(w.hidden, units * cluster) * cluster
-    return StepPlan(knobs, units, rows, columns, knobs.chained, cluster, shares)
+    return StepPlan(knobs, units, rows, ceil_div(w.hidden, units * cluster) * cluster, knobs.chained, cluster, shares)
 
 
 def operand_of(task: Task) -> str:
@@ -371,8 +370,7 @@ def estimate(task: Task, plan: StepPlan) -> float:
     at that of what its warps have under way; its products, or the weights of all blocks from memory, where they are
     more than L2 keeps between two steps, if these take longer; and what follows them."""
     device, rates, w = task.device, gpu_rates(task.device), task.workload
-    blocks = plan.blocks(w.batch)
-    most = ceil_div(blocks, device.cores)
+    most = ceil_div(plan.blocks(w.batch), device.cores)
     registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
     resident = max(1, min(most, device.registers // (plan.threads * registers), rates.threads // plan.threads,
                           device.shared // plan.shared))

@@ -75,7 +75,7 @@ def test_not_a_number_comes_out_where_it_went_in(cell, tmp_path):
 
 
 def test_chain_has_every_kind_of_stage(tmp_path):
-    from ecornn.schedules.cpu.stages import plan
+    from ecornn.schedules.cpu.memory import plan
 
     task = make_task(Chain(), Workload("chain", 19, 19), detect())
     assert [s.name for s in plan(task.graph).steps] == ["prologue", "phase1", "phase2", "phase3"]

@@ -12,9 +12,9 @@ from ecornn.analysis.kept import Kept, kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, Var
+from ecornn.schedules.cpu.memory import Stage, StepPlan
+from ecornn.schedules.cpu.memory import plan as plan_step
 from ecornn.schedules.cpu.sequence import Sequence
-from ecornn.schedules.cpu.stages import Stage, StepPlan
-from ecornn.schedules.cpu.stages import plan as plan_step
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, Tile, beyond_l2, head_vectors, tile_for
 from ecornn.schedules.cpu.training.backward import BackwardWorker

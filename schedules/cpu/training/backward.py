@@ -20,8 +20,7 @@ from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter, vector
-from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import Stage, pass_plan
+from ecornn.schedules.cpu.memory import Place, Stage, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.training.parts import Backward, Copy, Outer, OuterProducts, Recurrence, gather
@@ -34,8 +33,7 @@ class DxTask(TileTask):
 
     def compute(self) -> None:
         e, o, width = self.e, self.o, self.o.shape.hidden
-        value = self.value(o.dx)
-        row = self.first * o.batch + self.at_row
+        value, row = self.value(o.dx), self.first * o.batch + self.at_row
         valid = e.tirx.Select(self.at_row < self.rows, width - self.unit, e.index(0))
         at, valid = e.let("dx_at", row * o.stride + self.unit), e.let("valid", valid)
         if o.adds:
@@ -73,8 +71,7 @@ class BackwardWorker(Worker):
         self.summed = (*self.row_sums, *adjoint.finish.sums)
         self.total_row = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
         # tiles of rows may reach past the last row of a chunk
-        tall = max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
-        self.rooms = shape.chunk * shape.batch + tall
+        self.rooms = shape.chunk * shape.batch + max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
         self.adds = task.traversal.reverse and task.traversal.directions > 1  # the second one of a layer
         self.replay = Pass("replay", plans.replay, shape, e, self.rooms)
         self.recurrence = Recurrence(plans.recurrence, shape, task.traversal, e, plans.written, self.rooms)
@@ -99,7 +96,6 @@ class BackwardWorker(Worker):
         outer = sum(o.heads * o.rows * o.columns for o in map(self.outer, self.outer_products))
         return sum(part.work for part in (self.recurrence, *self.passes)) + outer
 
-    # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
         s, task = self.shape, self.layer
         self.declare_scalars()
@@ -182,7 +178,6 @@ class BackwardWorker(Worker):
     def row_place(self, name: str, width: int) -> Place:
         return Place(self.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK)), width)
 
-    # -- control --------------------------------------------------------------------------------
     def prelude(self) -> None:
         e = self.e
         self.recurrence.begin("begin", {self.plans.adjoint.first[name]: self.data[f"d{name}_out"]
@@ -251,8 +246,7 @@ class BackwardWorker(Worker):
         for s in sums:
             place, totals = places[s.value], self.data["totals"]
             with self.tasks("sum", e.index(width // lanes)) as task:
-                unit = e.let("unit", task * lanes)
-                total = e.local("total")
+                unit, total = e.let("unit", task * lanes), e.local("total")
                 e.vstore(total, 0, e.splat(0.0))
                 with e.loop("row", rows) as row:
                     e.vstore(total, 0, e.vload(total, 0) + e.vload(place.data, place.at(e, row) + unit))

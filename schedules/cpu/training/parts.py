@@ -36,9 +36,8 @@ from ecornn.analysis.step import Phase
 from ecornn.program import WORKSPACE, Extent
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import Stage, StepPlan, pass_plan
-from ecornn.schedules.cpu.stages import plan as plan_step
+from ecornn.schedules.cpu.memory import Place, Stage, StepPlan, pass_plan
+from ecornn.schedules.cpu.memory import plan as plan_step
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.worker import SLACK, Worker
@@ -64,7 +63,11 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     wanted = [*recurrence.outputs, *(s.value for s in recurrence.sums)]
     wanted += [v for o in recurrence.outer_products for v in (o.value, o.operand)]
     own = _made(recurrence) | {*recurrence.states.values()}  # a gradient may be what the step after left, as it is
-    plan = _recurrence_plan(recurrence)
+    # factors are computed where they are read, from what other parts made; outputs by the stages that make them
+    plan = plan_step(replace(recurrence, hoisted_outputs=(), projected=()))
+    plan = replace(plan, graph=replace(plan.graph, outputs=()), hoisted=(),
+                   parts=tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in plan.parts),
+                   level={v: max(at, 0) if at > -3 else at for v, at in plan.level.items()})
     written: dict[str, list[Var]] = {stage.name: [] for stage in plan.steps}
     for var in dict.fromkeys(v for v in wanted if v in own):
         written[plan.maker(var).name].append(var)
@@ -92,15 +95,6 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
             v for v in (*adjoint.gradients.values(), *(s.value for s in finish.sums)) if v in ends))))
 
 
-def _recurrence_plan(graph: StepGraph) -> StepPlan:
-    """The plan of the recurrence: factors are computed where they are read, from what other parts made."""
-    made = plan_step(replace(graph, hoisted_outputs=(), projected=()))
-    level = {v: max(at, 0) if at > -3 else at for v, at in made.level.items()}
-    parts = tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in made.parts)
-    # its outputs are written for other parts, by the stages that make them
-    return replace(made, graph=replace(made.graph, outputs=()), hoisted=(), parts=parts, level=level)
-
-
 def _made(graph: StepGraph) -> set[Var]:
     """The variables that a graph computes in each step."""
     return {v for v, at in levels(graph).items() if at > -3} - {*graph.states.values(), *graph.given}
@@ -126,8 +120,7 @@ def gather(worker: Worker, low: Expr, rows: Expr, copies: Sequence[Copy]) -> Non
         return
     with worker.tasks("gather", rows) as row:
         b, t = e.let("b", e.mod(row, worker.batch)), e.let("at_step", low + e.div(row, worker.batch))
-        at = e.let("source_row", t * worker.batch + b)
-        limit = worker.timeline.limit(b)
+        at, limit = e.let("source_row", t * worker.batch + b), worker.timeline.limit(b)
         for copy in copies:
             if copy.kind == "before":
                 _before(worker, copy, row, b, t, at, limit)
@@ -150,8 +143,7 @@ def _before(worker: Worker, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr, l
     if worker.traversal.resets:
         inside = e.let("inside", after < limit if reverse else t < limit)
         mark = e.tirx.Select(inside, after if reverse else t, e.index(0)) * worker.batch + b
-        marked = e.load(worker.data["resets"], mark) != e.tirx.const(0, "uint8")
-        fresh = e.let("fresh", e.tirx.And(inside, marked))
+        fresh = e.let("fresh", e.tirx.And(inside, e.load(worker.data["resets"], mark) != e.tirx.const(0, "uint8")))
         with e.when(fresh):
             _row(worker, copy, row, None, at)
     with nullcontext() if fresh is None else e.when(e.tirx.Not(fresh)):
@@ -169,8 +161,12 @@ def _row(worker: Worker, copy: Copy, row: Expr, source: Place | None, at: Expr) 
     whole, left = divmod(copy.length, lanes)
 
     def move(unit: Expr, valid: int) -> None:
-        value = (e.splat(0.0) if source is None or start is None else e.vload(source.data, start + unit)
-                 if valid == lanes else e.vload_part("rest", source.data, start + unit, e.index(valid)))
+        if source is None or start is None:
+            value = e.splat(0.0)
+        elif valid == lanes:
+            value = e.vload(source.data, start + unit)
+        else:
+            value = e.vload_part("rest", source.data, start + unit, e.index(valid))
         e.vstore(copy.to.data, into + unit, value)
 
     with e.loop("vector", whole) as vector:
@@ -327,8 +323,7 @@ class OuterProducts:
         if head is not None:
             first = e.let("first", first + head * (outer.rows * outer.columns))
             left, right = head * values.count + left, head * operands.count + right
-        left = e.let("left", left * values.stride)
-        right = e.let("right", right * operands.stride)
+        left, right = e.let("left", left * values.stride), e.let("right", right * operands.stride)
         sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
         for m, registers in enumerate(sums):
             start = e.let("start", first + (j + m) * outer.columns + k)
