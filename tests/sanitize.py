@@ -66,8 +66,7 @@ def once(name: str, folder: str) -> tuple[float, float]:
 
     of, rng = CASES[name], np.random.default_rng(0)
     (T, B, I, _), stack, kind = of["sizes"], of["stack"], getattr(torch, of["dtype"])
-    drawn = weights_of(of, rng)
-    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in drawn.items()}
+    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in weights_of(of, rng).items()}
     layer = ecornn.load(file_of(name, folder)).bind(weights)
     if stack.get("sequences") and stack.get("training"):
         from column_gradients import errors_of

@@ -15,6 +15,7 @@ import report
 import torch
 from click.testing import CliRunner, Result
 from measured_rows import Results, Summary, mean, members, of_bench, read, singles
+from refusals import refused
 from rooms import ROOT
 from search_tables import losses, worth
 from side_by_side import CELLS, float64_forward
@@ -314,8 +315,7 @@ at_least = 2
     last = layers[-1]
     assert last.name == "Mine ?x?x8x8 2 layers training" and last.against == () and last.own["slow"].untuned
     assert last.at_least == 2 and [layer.name for layer in selected(layers, ["lstm 1x5", "Mine"])][-1] == last.name
-    with pytest.raises(ArgumentError, match="--list shows them"):
-        selected(layers, ["lstm gru"])
+    refused(ArgumentError, "--list shows them", selected, layers, ["lstm gru"])
 
 
 @pytest.mark.parametrize("text, said", [
@@ -342,8 +342,7 @@ def test_sides_of_ours_and_a_file_that_goes_on(tmp_path: Path):
     out.write_bytes(whole[:-5])  # as it is where a process was killed while it wrote
     assert [f"tiny {r['name']}" for r in RowLog(out).rows] == listed[:1]
     out.write_text("nothing\n")
-    with pytest.raises(ArgumentError, match="a line of results"):
-        RowLog(out)
+    refused(ArgumentError, "a line of results", RowLog, out)
     out.write_bytes(whole)
     assert len(measured([out]).rows) == 2, "what `ecornn report --results` reads"
 

@@ -74,7 +74,6 @@ def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended, tmp_path, mo
         if isinstance(argument, Build):
             asked.add(msgspec.json.encode(msgspec.structs.replace(argument, out="")))
         return call(self, function, argument, *rest)
-
     monkeypatch.setattr(Worker, "call", watched)
     for text in SMALL:
         work, given = search_tables.workload_of(text), search_tables.first(space_of(text), 6)

@@ -13,6 +13,7 @@ import cuda_sample
 import ml_dtypes
 import numpy as np
 import pytest
+import tvm_ffi
 from cuda_sample import child, raised, run
 
 from ecornn.build import Generated, build_module, cuda, nvcc
@@ -57,8 +58,6 @@ def test_memory_that_others_write_is_not_restrict():
 
 def test_tvm_keeps_its_own_compile_hook():
     import tvm.support.nvcc  # noqa: F401  registers TVM's own hook
-    import tvm_ffi
-
     name = "tvm_callback_cuda_compile"
     tvm_ffi.register_global_func(name, lambda code: b"kept", override=True)
     lower(cuda_sample.program(), "sm_90a")
@@ -268,8 +267,6 @@ def close(found: np.ndarray, wanted: np.ndarray, precision: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 5])
 def test_gpu_computes_the_sample(built: tuple[Path, Generated], steps: int):
-    import tvm_ffi
-
     call: Callable[[str], Any] = tvm_ffi.load_module(str(built[0])).get_function
     x, h, w = tensors(steps)
     wanted_y, wanted_h = cuda_sample.expected(x, h, w)
@@ -299,8 +296,6 @@ def test_gpu_computes_the_sample(built: tuple[Path, Generated], steps: int):
 def test_gpu_graph_captures_the_first_run(built: tuple[Path, Generated], tmp_path: Path):
     """Of a copy of the file, so that capturing also has to load the module."""
     import torch
-    import tvm_ffi
-
     steps, module = 4, tvm_ffi.load_module(str(shutil.copy(built[0], tmp_path / "copied.so")))
     x, h, w = tensors(steps)
     wanted_y, wanted_h = cuda_sample.expected(x, h, w)

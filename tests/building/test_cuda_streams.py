@@ -7,6 +7,7 @@ from pathlib import Path
 import cuda_sample
 import numpy as np
 import pytest
+import tvm_ffi
 from cuda_sample import POINTERS, N, child, raised, run
 from msgspec import structs
 
@@ -359,8 +360,6 @@ def scaled(name: str, factor: float) -> Program:
 
 
 def test_entries_of_a_cpu_module(tmp_path: Path):
-    import tvm_ffi
-
     twice, thrice = scaled("twice", 2.0), scaled("thrice", 3.0)
     program = replace(twice, functions={**twice.functions, **thrice.functions}, entries={
         "run": replace(twice.entries["twice"], takes=("y", "other", "x")),

@@ -175,6 +175,5 @@ def test_the_reference_computes_every_function():
 
 
 def test_the_documentation_names_every_operator():
-    text = (ROOT / "docs" / "CELLS.md").read_text()
-    (row,) = [line for line in text.splitlines() if line.startswith("| `+` Add")]
+    (row,) = [line for line in (ROOT / "docs" / "CELLS.md").read_text().splitlines() if line.startswith("| `+` Add")]
     assert set(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", row)) == set(OPERATORS)

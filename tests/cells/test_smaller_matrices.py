@@ -209,8 +209,7 @@ class Joined(Cell):
 def test_an_operand_of_two_states_is_two_products():
     cell, rng, H = Joined(), np.random.default_rng(0), 6
     R, h, c = rng.normal(size=(2 * H, 2 * H)), rng.normal(size=(B, H)), rng.normal(size=(B, H))
-    weights = ecornn.derive(cell, {"R_l0": R}, input=I, hidden=H)
-    y, _ = ecornn.reference(cell, np.zeros((2, B, I)), weights, [h, c])
+    y, _ = ecornn.reference(cell, np.zeros((2, B, I)), ecornn.derive(cell, {"R_l0": R}, input=I, hidden=H), [h, c])
     for found in y:
         h, c = np.split(np.tanh(np.concatenate([h, c], axis=1) @ R.T), 2, axis=1)
         np.testing.assert_allclose(found, h, rtol=1e-12, atol=1e-12)
@@ -247,8 +246,7 @@ def test_softmax_over_groups():
     W, S = (getattr(layer, name).detach().double().requires_grad_() for name in ("W_l0", "S_l0"))
     h, rows, found = torch.zeros(B, hidden).double(), x.detach().double().requires_grad_(), []
     for row in rows:
-        share = (h @ S.T).reshape(B, 3, 4).softmax(2).reshape(B, hidden)
-        h = torch.tanh(row @ W.T + 3 * share) - 0.5 * h
+        h = torch.tanh(row @ W.T + 3 * (h @ S.T).reshape(B, 3, 4).softmax(2).reshape(B, hidden)) - 0.5 * h
         found.append(h)
     wanted = torch.stack(found)
     assert relative_error(y.detach().numpy(), wanted.detach().numpy()) <= 2e-6

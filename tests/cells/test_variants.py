@@ -65,7 +65,6 @@ def gru(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any], before:
         if not o.get("layer_norm"):
             return values
         return [v * k for v, k in zip(normal(*values), p[name][first:first + len(values)], strict=True)]
-
     wx = tuned(wx[:2], "weight_ln_ih", 0) + tuned(wx[2:], "weight_ln_ih", 2)
     r, z = (gate(np.clip(a + bx[n] + b + bh[n], -bound, bound))
             for n, (a, b) in enumerate(zip(wx, tuned(rh, "weight_ln_hh", 0), strict=False)))

@@ -255,7 +255,6 @@ def functions(request, tmp_path_factory):
         arrays = [*(np.resize(v, COUNT).astype(real) for v in (x, other)), *(np.full(COUNT, -7, real) for _ in names)]
         module.run(1, 1, 0, 1, *[a.ctypes.data for a in arrays])
         return dict(zip(("x", "other", *names), (a[:len(x)] for a in arrays), strict=True))
-
     call.real = real
     return call
 

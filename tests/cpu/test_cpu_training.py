@@ -1,8 +1,7 @@
-"""The CPU's backward pass against a tape in float64: gradients in all combinations, of every cell and option, with the
-direction, what a row's steps are, what is kept and the data type; of cells of one's own; and tails of every kind.
+"""The CPU's backward pass against a tape in float64: gradients in all combinations, of every cell, and tails.
 
 Of all combinations a few are made each time, in which every pair of choices occurs: in float64 also against
-differences, and twice, bit for bit. Columns are not among them: on a CPU rows of different lengths are ``lengths``.
+differences, and twice, bit for bit. On a CPU rows of different lengths are ``lengths``, not columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,7 +84,6 @@ def differences(layer: Layer, found: Mapping[str, np.ndarray], step: float = 2e-
         made = layer(call.moved(way, by))
         last = [made[f"{n}_out"] for n in layer.cell.states]
         return float(sum((v * d).sum() for v, d in zip((made["y"], *last), (call.dy, *call.dstates), strict=True)))
-
     expected = sum((g * w).sum() for g, w in zip(gradients, ways, strict=True))
     size = sum(np.linalg.norm(g) * np.linalg.norm(w) for g, w in zip(gradients, ways, strict=True))
     assert abs((loss(step) - loss(-step)) / (2 * step) - expected) <= 1e-6 * size, f"slope of {layer}"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy_packing import pack
 from pairwise import halved
+from refusals import refused
 from step_cells import Chain, Peephole, run
 from step_cells import sigmoid as logistic
 
@@ -237,12 +238,10 @@ def test_who_is_refused():
     with pytest.raises(ScheduleError, match="does not round weights to int8"):
         ecornn.compile("lstm", hidden=8, target="sm_90a", dtype="float16", weights="int8", schedule="fused_step")
     plain = msgspec.structs.replace(detect(), features=("avx2", "fma"))
-    with pytest.raises(ScheduleError, match="needs VNNI"):
-        ecornn.compile("lstm", hidden=8, target=plain, weights="int8")
+    refused(ScheduleError, "needs VNNI", ecornn.compile, "lstm", hidden=8, target=plain, weights="int8")
     with pytest.raises(DTypeError, match=r"weights='int4' is not allowed; expected None or one of float32, .*int8"):
         ecornn.compile("lstm", hidden=8, target="cpu", weights="int4")
-    with pytest.raises(ArgumentError, match="weights"):
-        Workload("lstm", 8, 8, weights="float32")
+    refused(ArgumentError, "weights", Workload, "lstm", 8, 8, weights="float32")
     task = make_task(get("lstm"), Workload("lstm", 8, 1 << 17, weights="int8"), detect())
     assert not VNNI or "65536" in str(CPUSequence().serves(task))
 

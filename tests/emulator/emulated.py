@@ -166,14 +166,11 @@ def _numbered(table: np.ndarray) -> np.ndarray:
 
 def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int], parameters: Mapping[str, Any],
           steps: int, batch: int, add: bool = False, apart: bool = False) -> dict[str, Any]:
-    """What the two entries make of ``given``, arrays by the names of buffers, and of parameters in te shape: float64,
-    by the names of buffers. What is written holds NaN before, and has a guard behind it; workspaces hold nothing
-    between the entries.
+    """What both entries make of ``given`` and parameters in te shape: float64, by the names of buffers.
 
-    made : elements of those that have no extent
-    add : gradients of parameters are added to ones, which the results lack again
-    apart : what is kept is the caller's, and stays as it is; otherwise the gradient of x, and workspaces, are written
-        over it where the program allows that
+    What is written holds NaN before, and has a guard behind it; workspaces hold nothing between the entries.
+    ``made``: elements of those that have no extent; ``add``: gradients are added to ones, which results lack again;
+    ``apart``: what is kept stays as it is; else it is written over where the program allows that.
     """
     program, kept = emulated.program, dict[str, Any]()
     memory = emulated.memory(steps, parameters, lambda b: np.full(parameters[b.state].size, 1.0 if add else np.nan)

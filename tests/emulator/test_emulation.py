@@ -1,9 +1,7 @@
-"""The emulation itself: it does what waits, barriers and copies say, and faults of a kernel end in an error. Fences,
-releases and acquires of kernels whose blocks exchange: without any of them the result is wrong.
+"""The emulation itself: faults of a kernel end in an error, and no fence of blocks that exchange can be dropped.
 
-The emulation shows threads as little of each other's stores as PTX promises (``memory_order.cc``). Of each program here
-fences, releases and acquires are dropped one by one, but where others make up for one: then these are dropped together.
-What it does not see: the order of shared memory between blocks of a cluster, which mbarriers count, and wgmma.fence.
+Fences, releases and acquires are dropped one by one, but where others make up for one: then these together. It does not
+see the order of shared memory between blocks of a cluster, which mbarriers count, and wgmma.fence.
 """
 
 import ctypes

@@ -224,4 +224,3 @@ def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path, providers, op, inputs, 
         assert one.dtype == np.float16
         limit = 2 * max(np.linalg.norm(other.astype(float) - wanted), 2.0**-12 * np.linalg.norm(wanted))
         assert np.linalg.norm(one.astype(float) - wanted) < limit
-

@@ -3,10 +3,9 @@
 A ``Forward`` runs a cell from the first step of a sequence to its last: (cell, x (T, B, I), states by name (B, H),
 parameters by name in te shape) to y (T, B, H) and the last states. ``in_float64`` is one; ``library`` another.
 
-The limit is twice the error of a library of the data type. The library here is one in NumPy, on the same inputs: what
-products multiply is rounded to the type, sums have more digits than that, and the state that is y is rounded between
-steps. Nobody who computes in that type gets around these roundings, and a kernel may have as many again. Roundings are
-random, and a small layer may get around them all: the limit is at least what the last rounding alone may do.
+The limit is twice the error of ``library``, which has the roundings that nobody who computes in that type gets around:
+of what products multiply, and of the state that is y. These are random, and a small layer may get around them all: the
+limit is at least what the last rounding alone may do.
 """
 
 from collections.abc import Callable, Mapping, Sequence

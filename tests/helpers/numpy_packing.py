@@ -15,11 +15,9 @@ PIECE = 1 << 15  # elements that are rounded at a time
 
 
 def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
-    """The packed buffer of ``packing``.
+    """The packed buffer of ``packing`` of ``parameters`` by the cell's name, (G, H, K) or (G, H): ``split[order]``.
 
-    ``parameters`` are by the cell's name, (G, H, K) or (G, H), float16, float32 or float64. Returns a
-    contiguous array of shape ``split[order]``: float64, float32, float16, uint16 with the bits of bfloat16, or uint8
-    with int8 in offset binary; for int16 and int21 uint32, with words and lanes as the last two axes.
+    Of bfloat16 uint16 with its bits, of int8 uint8 in offset binary; of int16, int21 uint32 with words and lanes last.
     """
     padded = _stack(packing, parameters)
     if packing.dtype == "scale":

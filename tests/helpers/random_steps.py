@@ -1,9 +1,8 @@
 """Random steps: cells that no one wrote, each with its formula in NumPy on a tape in float64.
 
-A step is drawn as statements, which are carried out twice, apart from each other: as te, for the compiler, and on
-arrays of ``ecornn.numpy_gradients``. ``draw(seed)`` gives a :class:`Drawn`; ``Drawn.sample()`` arguments in which no
-comparison, maximum or magnitude is near enough to a tie for float32 to decide otherwise, and whose gradients do not
-depend on the last digits. ``training(seed)`` gives a training step of random sizes.
+A step is drawn as statements, which are carried out twice: as te, and on arrays of ``ecornn.numpy_gradients``.
+``Drawn.sample()`` gives arguments in which no comparison is near enough to a tie for float32 to decide otherwise, and
+whose gradients do not depend on the last digits.
 """
 
 import operator
@@ -261,9 +260,8 @@ class Drawn:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
         input, states = self.width(hidden, input), range(len(self.cell.states))
-        shapes = self.cell.parameters(input, hidden)
         parameters = {n: (rng.uniform(-1, 1, s) / s[-1] ** 0.5 * (1 if len(s) > 2 else 3)).astype(np.float32)
-                      for n, s in shapes.items()}
+                      for n, s in self.cell.parameters(input, hidden).items()}
         x = normal(steps, batch, self.cell.row_width(input, hidden))
         first = [0.5 * normal(batch, hidden) for _ in states]
         return Call(x, first, normal(steps, batch, hidden * len(self.cell.output_names())),

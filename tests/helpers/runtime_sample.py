@@ -139,14 +139,10 @@ def tables_of(parameters: Sequence[Parameter], packings: Iterable[Packing]) -> t
 
 
 class FakeGPU:
-    """A GPU's module of this manifest that has the C interface alone, with host memory in place of the GPU's; ``pack``
-    packs its weights on the device; None: it has no kernel for that.
+    """A GPU's module of this manifest with the C interface alone, and host memory in place of the GPU's.
 
-    Attributes
-    ----------
-    library : as the runtime loads it
-    held : address of memory that is not freed -> the memory and its bytes
-    waits : streams that were waited for
+    ``pack`` packs weights on the device, if it is not None; ``library`` is as the runtime loads it, ``held`` has memory
+    that is not freed by address, ``waits`` streams that were waited for.
     """
 
     def __init__(self, manifest: Manifest, folder: Path, pack: Callable[..., None] | None) -> None:

@@ -48,15 +48,13 @@ class Gated(Formula):
         (h,), W, R, b = states, parameters["W"], parameters["R"], parameters["b"]
         fx, nx, fh = product(x, W, 0), product(x, W, 1), product(h, R, 0)
         f = pointwise(lambda i, j: te.sigmoid(fx[i, j] + fh[i, j] + b[0, j]), h, "f")
-        kept = pointwise(lambda i, j: f[i, j] * h[i, j], h, "kept")
-        nh = product(kept, R, 1)
+        nh = product(pointwise(lambda i, j: f[i, j] * h[i, j], h, "kept"), R, 1)
         n = pointwise(lambda i, j: te.tanh(nx[i, j] + nh[i, j] + b[1, j]), h, "n")
         return [pointwise(lambda i, j: h[i, j] + f[i, j] * (n[i, j] - h[i, j]), h, "new")]
 
     def numpy(self, x, h, W, R, b):
         f = sigmoid(x @ W[0].T + h @ R[0].T + b[0])
-        n = np.tanh(x @ W[1].T + (f * h) @ R[1].T + b[1])
-        return (h + f * (n - h),)
+        return (h + f * (np.tanh(x @ W[1].T + (f * h) @ R[1].T + b[1]) - h),)
 
 
 class Pair(Formula):
@@ -179,8 +177,7 @@ class Blend(Formula):
 
     def numpy(self, x, h, c, W, R, v):
         w0, w1 = normal(*(x @ w.T for w in W))
-        spread = np.abs(w0).mean(axis=1)[:, None]
-        a = np.tanh(w0 + h @ R[0].T + v[0] * (c - c.mean(axis=1)[:, None]) + spread)
+        a = np.tanh(w0 + h @ R[0].T + v[0] * (c - c.mean(axis=1)[:, None]) + np.abs(w0).mean(axis=1)[:, None])
         new = 0.5 * c + normal(a)[0] * sigmoid(a @ R[1].T)
         return np.tanh(normal(new)[0] * v[1] + w1), new
 
@@ -334,14 +331,12 @@ class Residual(Formula):
         (h,), wx, decay = states, product(x, p["W"], 0), p["decay"]
         def new(b: Any, j: Any) -> Any:
             grown = te.log(te.sqrt(te.exp(h[b, j])) + te.abs(wx[b, j]))
-            kept = tirx.Select(x[b, j] > 0.0, te.exp(decay[0, j]) * h[b, j], tirx.max(h[b, j], grown))
-            return te.erf(kept) + x[b, j]
+            return te.erf(tirx.Select(x[b, j] > 0.0, te.exp(decay[0, j]) * h[b, j], tirx.max(h[b, j], grown))) + x[b, j]
         return [pointwise(new, h)]
 
     def numpy(self, x, h, W, decay):
         grown = np.log(np.sqrt(np.exp(h)) + np.abs(x @ W[0].T))
-        kept = np.where(x > 0, np.exp(decay[0]) * h, np.maximum(h, grown))
-        return (erf(kept) + x,)
+        return (erf(np.where(x > 0, np.exp(decay[0]) * h, np.maximum(h, grown))) + x,)
 
 
 class Given(Cell):

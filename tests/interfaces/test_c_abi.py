@@ -15,6 +15,7 @@ import pytest
 from c_abi_sample import check_gradients, close, compiled, drawn, read, run, training_arrays, weights_of, write
 from click.testing import CliRunner
 from cuda_as_cpp import translate
+from refusals import refused
 
 import ecornn
 from ecornn import checksum, compiler
@@ -305,14 +306,12 @@ def test_one_symbol_is_global(archives: Path):
 
 @pytest.mark.parametrize("name", ["layer.so", "64.a", "my-layer.a", "lib.a"])
 def test_names_that_are_no_functions(name: str, tmp_path: Path):
-    with pytest.raises(ArgumentError, match=r"letters, digits and _ that ends with \.a"):
-        module.name_of(tmp_path / name)
+    refused(ArgumentError, r"letters, digits and _ that ends with \.a", module.name_of, tmp_path / name)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(BuildError, match="no objcopy; install binutils"):
-        module._tool("objcopy")
+    refused(BuildError, "no objcopy; install binutils", module._tool, "objcopy")
 
 
 def test_the_command_asks_for_a_file_and_a_cpu(tmp_path: Path):

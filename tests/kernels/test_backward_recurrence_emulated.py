@@ -68,8 +68,7 @@ def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Conf
         hoisted[n:, b] = np.nan
     memory = carried_out(folder, schedule, task, config, changed(sample, hoisted=hoisted.reshape(sample.hoisted.shape)),
                          masks, **how)
-    count = w.seq * rows * len(graph.outputs) * w.hidden
-    outputs = memory["outputs"][:count].reshape(w.seq, rows, -1, w.hidden)
+    outputs = memory["outputs"][:w.seq * rows * len(graph.outputs) * w.hidden].reshape(w.seq, rows, -1, w.hidden)
     if w.arithmetic == "tf32":  # dx's products cut off the last 13 bits
         cut, outputs = outputs.view(np.uint32) & 0xFFFFE000, lowered(outputs)
         assert (cut == tf32(outputs).view(np.uint32)).all() and (tf32(outputs) != outputs).any()

@@ -139,7 +139,6 @@ def test_a_projection_of_few_rows_is_in_narrow_tiles():
         shape = shape_of(job_of(task_of("lstm", (steps, batch, 1024, 1024), "float16", KNOWN["sm_90a"])))
         assert shape is not None
         return shape.columns, shape.width
-
     assert tiles(8, 16) == (64, 64)
     assert tiles(SHORT + 1, 16) == (16, 256)  # as records have timed it
     assert tiles(SHORT, 512) == (16, 256)  # 64 groups of rows: the chip is full anyway

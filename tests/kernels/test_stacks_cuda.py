@@ -12,6 +12,7 @@ from cuda_sample import child
 from emulated import TINY, task_of
 from exact import ALL_CELLS, Wanted, of_stack
 from msgspec.structs import replace
+from refusals import refused
 
 from ecornn import host_gpu
 from ecornn.analysis import analyse
@@ -269,8 +270,7 @@ def test_what_is_asked_for():
     ({"overlap": "directions", "layers": 2}, "bidirectional=True"),
     ({"overlap": "directions", "bidirectional": True, "target": "cpu", "dtype": "float32"}, "on a CPU")])
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str):
-    with pytest.raises(ArgumentError, match=words):
-        planned(**options)
+    refused(ArgumentError, words, planned, **options)
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -278,8 +278,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], words: str):
     ({"target": replace(KNOWN["sm_90a"], cores=1)}, "too few")])
 def test_shares_that_are_too_small(options: dict[str, Any], words: str):
     assert planned(**options, bidirectional=True).overlap == SERIAL
-    with pytest.raises(ScheduleError, match=words):
-        planned(**options, bidirectional=True, overlap="directions")
+    refused(ScheduleError, words, planned, **options, bidirectional=True, overlap="directions")
 
 
 def test_records_of_shares_are_for_shares(monkeypatch: pytest.MonkeyPatch):

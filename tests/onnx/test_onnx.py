@@ -181,8 +181,7 @@ def test_what_cannot_be_compiled_is_named(tmp_path: Path):
 
 
 def dynamic() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(4)
-    h0, c0 = rng.uniform(-1, 1, (2, 1, B, H)).astype(np.float32)
+    h0, c0 = np.random.default_rng(4).uniform(-1, 1, (2, 1, B, H)).astype(np.float32)
     return {"lens": np.array([2, 4, 3], np.int32), "h0": h0, "c0": c0}
 
 

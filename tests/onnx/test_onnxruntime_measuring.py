@@ -27,7 +27,6 @@ def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> list[str]:
         nodes = [node.op_type for node in onnx.load_from_string(own).graph.node]
         found.append(nodes[0] if len(nodes) == 1 else "")
         return times[found[-1]]
-
     monkeypatch.setattr(rewriting, "measured", measured)
     return found
 

@@ -121,9 +121,8 @@ class Builder:
     def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> tuple[str, ...]:
         rows = GATES[op] * hidden
         shapes = [(both, rows, inputs), (both, rows, hidden), (both, 2 * rows), (both, 3 * hidden)]
-        there = [True, True, self.chance(0.8), peepholes]
         return tuple(self.constant(self.rng.uniform(-0.5, 0.5, shape).astype(np.float32)) if is_there else ""
-                     for shape, is_there in zip(shapes, there, strict=True))
+                     for shape, is_there in zip(shapes, [True, True, self.chance(0.8), peepholes], strict=True))
 
 
 class Recurrent:

@@ -1,9 +1,7 @@
 """Models of other people's packages against themselves with compiled layers, and both against float64.
 
-pytorch-forecasting: layers of a class below torch.nn's, which pack sequences, some of them of no steps. sb3-contrib:
-recurrent policies, whose states start anew in the middle of a batch, and learning with one. stanza: a tokenizer on
-packed characters, languages of strings, and an encoder of words with a decoder of cells. torch-geometric: neighbours of
-a node as a sequence, layers of a graph as one, sets.
+pytorch-forecasting: subclasses that pack sequences, also of no steps. sb3-contrib: recurrent policies, and learning.
+stanza: packed characters, languages, an encoder with a decoder of cells. torch-geometric: neighbours and layers, sets.
 """
 
 import copy

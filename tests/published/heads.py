@@ -88,7 +88,6 @@ class DreamerCore(WithHeads):
             square = mean(pointwise(lambda b, j: value[b, j] * value[b, j], h))
             scaled = pointwise(lambda b, j: value[b, j] * te.rsqrt(square[b] + 1e-4) * v[gain, j], h)
             return pointwise(lambda b, j: scaled[b, j] * te.sigmoid(scaled[b, j]), h)
-
         features = normal(pointwise(lambda b, j: product(h, p["Q"], 0)[b, j] + v[2, j], h), 0)
         own, given = product(h, p["S"], 0, heads=self.heads), product(x, p["W"], 0)
         deep = normal(pointwise(lambda b, j: own[b, j] + features[b, j] + given[b, j], h), 1)

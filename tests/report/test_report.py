@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import site_step
+from refusals import refused
 from test_cli import ended
 from test_readable import CASES, kernels, made, notes, text_of
 
@@ -203,8 +204,7 @@ def test_training_and_stacks_are_other_layers(tmp_path: Path, change: dict[str, 
     one = row(trial().workload, trial().device.name, torch=9.0)
     one.case = msgspec.structs.replace(one.case, **change)
     for path in written(tmp_path, one):
-        with pytest.raises(ArgumentError, match=NO_RESULTS):
-            measured([path])
+        refused(ArgumentError, NO_RESULTS, measured, [path])
 
 
 def grid_line(one: Trial, dtype: str = "float32", **more: object) -> str:
@@ -224,8 +224,7 @@ def test_stages_are_those_of_the_same_configuration(tmp_path: Path):
     assert "cuDNN takes 1.75 times" in text and "Stages were measured" in text and "reasons.jsonl" in text
     assert "exchange: 2 µs" in text and "takes 1.75" not in page.render(logged(one))
     path.write_text(grid_line(one, "tf32", cudnn_us=7.0))  # the library rounds, ours does not
-    with pytest.raises(ArgumentError, match=NO_RESULTS):
-        measured([path])
+    refused(ArgumentError, NO_RESULTS, measured, [path])
 
 
 def test_the_command_takes_them_or_says_what_is_no_result(tmp_path: Path):
@@ -359,8 +358,7 @@ def test_lines_of_code_are_marked_by_the_knobs_that_make_them(shipped):
 
 def test_words_of_a_map():
     device = Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132)
-    cut = Cut(1, 130, 8, 1, "L2", {"registers": 2048, "shared memory": 0}, workers=1)
-    said = chip_words(cut, device)
+    said = chip_words(Cut(1, 130, 8, 1, "L2", {"registers": 2048, "shared memory": 0}, workers=1), device)
     assert "1 row of" in said and "the 129 others" in said and "1 blocks multiply x" in said and "1 idle" in said
     assert "2 KiB in registers." in said and "shared memory" not in said
     alone = chip_words(Cut(4, 1, 8, 2, "cluster", {"registers": 1024}), device)

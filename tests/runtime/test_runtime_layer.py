@@ -38,7 +38,6 @@ def at_once(layer: Layer, count: int, turns: int, steps: Callable[[int, int], in
         for turn in range(turns):
             x = sample.inputs(steps(seed, turn), seed=seed)
             agree(layer(x), sample.expected(x, WEIGHTS))
-
     with ThreadPoolExecutor(count) as threads:
         assert len([*threads.map(calls, range(count))]) == count
     assert sample.stat(layer.module.path, "most_running") > 1, "no two calls met: nothing was tested"
@@ -399,8 +398,7 @@ def test_threads_do_not_share_device_memory(module: Module):
 
 
 def on_device(module: Module, array: np.ndarray, number: int = 0) -> Block:
-    memory = DeviceMemory(module.library, number, array.nbytes)
-    block = Block(memory, array.shape, str(array.dtype), (CUDA, number))
+    block = Block(DeviceMemory(module.library, number, array.nbytes), array.shape, str(array.dtype), (CUDA, number))
     block.bits()[...] = array.view(np.uint32)
     return block
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy_packing import bfloat16_bits, cast, pack
+from refusals import refused
 from runtime_sample import FakeGPU, tables_of
 
 import ecornn
@@ -135,7 +136,6 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path, monkeypatch
         made = PackedWeights(manifest, gpu.library, given, 0, None)
         assert not any(gpu.content(made.zeros(1)))
         return [gpu.content(at) for at in made.packed.values()]
-
     wanted = bound(host)
     parameters = {p.key: host[p.name].reshape(p.gates, -1, *p.shape[1:]) for p in manifest.parameters}
     for b, found in zip((b for b in manifest.buffers if b.role == "packed"), wanted, strict=True):
@@ -148,8 +148,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path, monkeypatch
     monkeypatch.setattr(torch_arrays.TorchArrays, "to_host", None)
     gpu.queues.clear()
     assert bound(tensors) == wanted and 7 in gpu.queues
-    with pytest.raises(ShapeError, match="weight_hh"):
-        bound({**tensors, "weight_hh_l0": tensors["weight_hh_l0"][:, :-1]})
+    refused(ShapeError, "weight_hh", bound, {**tensors, "weight_hh_l0": tensors["weight_hh_l0"][:, :-1]})
 
 
 @pytest.mark.parametrize("cell, hidden, input", [("lstm", 19, 7), ("gru_reset_before", 19, 7), ("indrnn", 19, 7),
@@ -259,5 +258,4 @@ def test_not_a_number_stays_in_its_row(library: Any, kind: str):
 def test_a_module_whose_c_interface_is_older():
     api = runtime_weights._Api(version=1, size=88)
     file = SimpleNamespace(ecornn_module_api=lambda version: ctypes.pointer(api))
-    with pytest.raises(ModuleError, match="compile it again"):
-        runtime_weights.api_of(file)
+    refused(ModuleError, "compile it again", runtime_weights.api_of, file)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from refusals import refused
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 from torch_values import error
@@ -64,7 +65,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         found.specs.append(spec)
         found.module.target = target
         return found.module
-
     monkeypatch.setattr(bound, "compiled", compiled)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.stream, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
@@ -172,8 +172,7 @@ def test_a_layer_that_is_under_way_keeps_its_weights(gpu: Any):
 def test_graphs_take_a_layer_and_pack_in_every_forward_pass(gpu: Any):
     layers, weights = BoundLayers(KIND), weights_of()
     gpu.capturing = True
-    with pytest.raises(ArgumentError, match="before the capture"):
-        call(layers, weights)
+    refused(ArgumentError, "before the capture", call, layers, weights)
     gpu.capturing = False
     warmed = call(layers, weights)
     gpu.stream, gpu.capturing = 9, True
@@ -242,7 +241,6 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
         with compiling.accepting():
             layers.give(one := layers.take(weights, x_of(), (steps, 2)))
         return one
-
     for steps in (300, 3):
         with pytest.raises(compiling.PendingError):
             take(steps)
@@ -359,8 +357,7 @@ def test_options_of_replace(option: str, value: Any, words: str):
     assert not hasattr(model[0], option)
     ecornn.torch.replace(model)
     assert getattr(model[0], option) is None and option not in text_of(model[0])
-    with pytest.raises(ArgumentError, match=words):
-        ecornn.torch.replace(model, **{option: "all"})
+    refused(ArgumentError, words, ecornn.torch.replace, model, **{option: "all"})
 
 
 def test_a_layers_attribute_may_be_set():

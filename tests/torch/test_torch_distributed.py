@@ -90,7 +90,6 @@ def in_one_process() -> None:
         made = Model(ecornn.torch.GRU(*given["sizes"], bidirectional=True), 2 * given["sizes"][1])
         made.load_state_dict(given["weights"])
         return made
-
     torch.save((*data_parallel(model(), xs), sharded(model(), xs)), Path(f"{file}{rank}"))
     torch.distributed.destroy_process_group()
 

@@ -44,7 +44,6 @@ def test_a_process_says_that_it_compiles_and_the_next_one_need_not(tmp_path: Pat
         done = subprocess.run([sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip(), done.stderr.strip()
-
     used, said = run()
     assert used == "True" and said.count("compiling gru T=4 B=2 I=5 H=6 float32, as the first call") == 1
     assert "ecornn.torch.prepare(model, *example) does it ahead" in said and len(said.splitlines()) == 1
@@ -130,7 +129,6 @@ def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.Monk
         x = torch.randn(3, 2, 5, requires_grad=True)
         layer(x)[0].sum().backward()
         return weakref.ref(x)
-
     layer = ecornn.torch.GRU(5, 9)
     monkeypatch.setattr(module_cache, "compiled_layer", leaving)
     gc.disable()

@@ -223,7 +223,6 @@ def test_statements_in_place():
         a = h * 1.0
         a.tanh_()
         return a
-
     cell = ecornn.torch.cell(written, input_size=2, hidden_size=2)
     (found,) = one_step(cell, torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]))
     np.testing.assert_allclose(found, [[0.9640276, -0.7615942]], rtol=1e-6)

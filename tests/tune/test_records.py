@@ -150,8 +150,7 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
         ({"default": None}, "default_us"))),
 ])
 def test_what_the_format_refuses(change, word):
-    record = finish() if "finish" in change.values() else trial()
-    data = {"kind": "trial", **msgspec.to_builtins(record), **change}
+    data = {"kind": "trial", **msgspec.to_builtins(finish() if "finish" in change.values() else trial()), **change}
     with pytest.raises(RecordError, match=word):
         decode(json.dumps(data).encode())
 

@@ -281,7 +281,6 @@ def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, 
         found = backpropagation.carry_out(*arguments)
         weight = next(iter(found.parameters))
         return replace(found, parameters=found.parameters | {weight: found.parameters[weight] * 1.01})
-
     monkeypatch.setattr(adjoint_oracle, "carry_out", one_off)
     with pytest.raises(CellError, match=f"gradients that were derived for {name.partition('(')[0]}.* are wrong: of"):
         adjoint_oracle.answers(cell, work, np.random.default_rng(0))

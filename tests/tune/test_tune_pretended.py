@@ -14,6 +14,7 @@ import pytest
 import search_tables
 from events import LIMIT
 from msgspec import structs
+from refusals import refused
 from search_rate import PRETEND
 from test_cli import run
 from test_tune_lookup import trial
@@ -121,8 +122,7 @@ def test_a_recurrence_alone_has_no_c_interface():
     ({"training": 1}, "training=1"), ({"weights": "int16"}, "expected None or int8 on a GPU")])
 def test_what_cannot_train_is_said_before_anything_is_tried(arguments, word, pretended, tmp_path):
     asked = {**SMALL_LSTM, "training": True, **arguments}
-    with pytest.raises(EcornnError, match=word):
-        pretended.tune("lstm", **asked, trials=4)
+    refused(EcornnError, word, pretended.tune, "lstm", **asked, trials=4)
     assert not (tmp_path / "logs").exists()
 
 
@@ -132,7 +132,6 @@ def test_forward_has_half_of_the_time_at_most_and_backward_the_rest(pretended, m
         limits.append(time_limit)
         finish = SimpleNamespace(seconds=next(seconds))
         return Result(workload, H100, finish, Path(), 0, 4, {})  # type: ignore[arg-type]
-
     monkeypatch.setattr(sessions.Session, "tune_workload", tune_workload)
     runs = ((30.0, 100.0), (51.0, 100.0), (500.0, 100.0), (30.0, None))
     seconds = iter([taken for taken, _ in runs for _ in range(2)])  # of the search of either pass
@@ -158,7 +157,6 @@ def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, c
         case = Case(cell=cell, seq=seq, batch=batch, input=input, hidden=hidden, dtype=dtype, bidirectional=both,
                     training=True, target="cuda")
         return Layer(name=name_of(case), case=case)
-
     both = row("gru", 300, 20, 64, 64, "float16", True)  # side by side, on a half each
     monkeypatch.setattr(search_tables, "ROWS", [both])
     assert {c: [*map(str, of)] for c, of in search_tables.layers([], H100).items()} == {
@@ -237,8 +235,7 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
                 assert len(batch) == count and there.ask(count) == batch
             assert there.tried == here.tried and default in there.tried
             there.worker.kill()
-            with pytest.raises(ScheduleError, match="was lost; the same command goes on"):
-                there.ask(1)
+            refused(ScheduleError, "was lost; the same command goes on", there.ask, 1)
 
 
 def test_given_candidates_cost_this_process_no_search(tmp_path, monkeypatch, pretended, capsys):

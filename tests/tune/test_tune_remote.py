@@ -98,7 +98,6 @@ def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tra
             if now.done >= 3 and not killed:
                 kill(running[0])  # as when the host goes down
                 killed.append(now.done)
-
         result = session.tune("rnn_tanh", hidden=16, batch=3, seq=12, dtype="float32", trials=8, output=path,
                               report=report)
         assert len(session.pool.measurers) == 2 and not session.pool.local

@@ -211,8 +211,7 @@ def test_the_scan_finds_exactly_what_fits(sizes, rules):
 
 def test_knobs_that_no_rule_reads_cost_nothing():
     schedule = Rules([4, 4, 50, 50], [([1], 0)])
-    space = ConfigSpace(TASK, [schedule])
-    assert len(space) == 4 * 2 * 50 * 50 and schedule.asked <= 1 + 4
+    assert len(ConfigSpace(TASK, [schedule])) == 4 * 2 * 50 * 50 and schedule.asked <= 1 + 4
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -231,8 +230,7 @@ def test_neighbours_are_all_single_changes_that_fit_each_as_often(start, whole):
 def test_too_many_combinations_are_sampled(monkeypatch):
     monkeypatch.setattr(module, "ASKED", 50)
     monkeypatch.setattr(module, "SAMPLED", 200)
-    schedule = Rules([9, 9, 9], [([0, 1, 2], 0)])
-    space = ConfigSpace(TASK, [schedule])
+    space = ConfigSpace(TASK, [Rules([9, 9, 9], [([0, 1, 2], 0)])])
     assert 80 < len(space) < 200 and all(space.fits(c) for c in space.listing())
 
 

@@ -42,9 +42,8 @@ def test_seeds_are_the_fastest_of_this_workload_wherever_they_were_measured():
 
 def test_the_model_learns_from_neighbours_stale_runs_and_other_devices_but_not_twice():
     other = msgspec.structs.replace(DEVICE, name="Other CPU")
-    wide = Workload("lstm", 16, 16, 4, 10)
     log = log_of(trial(1.0, a=1, run="old-1", revision=2), trial(2.0, a=2, run="there-1", device=other),
-                 trial(3.0, a=3, run="wide-1", workload=wide), trial(4.0, a=4, run="mine-1"),
+                 trial(3.0, a=3, run="wide-1", workload=Workload("lstm", 16, 16, 4, 10)), trial(4.0, a=4, run="mine-1"),
                  trial(5.0, a=5, run="arch-1", device=msgspec.structs.replace(DEVICE, arch="skylake")),
                  trial(6.0, a=99, run="old-1"), trial(7.0, a=6, run="cell-1", workload=Workload("gru", 8, 8, 4, 10)))
     model, mine = CostModel(), Journal(log.lines[0].path, "mine-1")
@@ -107,8 +106,7 @@ def test_a_workload_with_a_known_neighbour_needs_a_quarter_of_the_trials():
 
 def test_other_cells_teach_where_slow_configurations_were_measured_too():
     """Runs of other cells and data types that saw a good part of a space; a user's cell is not there to ask."""
-    space = ConfigSpace(make(), [LARGE])
-    known = [(c.config, cost(c.config)) for c in space.sample(random.Random(0), 3 * BROAD)]
+    known = [(c.config, cost(c.config)) for c in ConfigSpace(make(), [LARGE]).sample(random.Random(0), 3 * BROAD)]
     def log(workload: Workload, count: int) -> Log:
         return log_of(*(trial(us, config=config, workload=workload, run="other-1") for config, us in known[:count]))
     gru, half = Workload("gru", 8, 8, 4, 10), Workload("lstm", 8, 8, 4, 10, "float16")
@@ -130,8 +128,7 @@ def test_the_nearest_workloads_lend_their_fastest():
     def values(log: Log) -> list[int]:
         return [dict(c.knobs)["a"] for c in borrowed(TASK, SCHEDULES, log)]
     assert values(log) == [1, 0, 2, 4, 3]  # 99, which does not fit, was the best of its layer; 5 was slower by 1.19
-    without = Log([line for line in log.lines if line.record.config["a"] != 99])
-    assert values(without) == [1, 0, 4, 2, 3]
+    assert values(Log([line for line in log.lines if line.record.config["a"] != 99])) == [1, 0, 4, 2, 3]
 
 
 def test_twins_are_near_and_other_layers_are_not():
