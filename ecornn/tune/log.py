@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from ecornn.device import Device
 from ecornn.errors import RecordError
@@ -326,6 +325,8 @@ class Journal:
     def alone(self) -> Iterator[None]:
         """Keeps other processes and threads, which would try the same and disturb times, from the run. Raises
         :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
+        from filelock import FileLock, Timeout
+
         real = self.path.resolve()  # of a link, what it points at
         place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:
