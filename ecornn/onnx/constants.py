@@ -1,8 +1,7 @@
 """Constants of an ONNX model: the tensors that it holds, and those that its nodes compute from these alone.
 
 An exporter leaves weights behind nodes: transposed, cast, quantized, or as a shape to be filled. These nodes are
-evaluated by the reference that the onnx package has for each operator.
-"""
+evaluated by the reference that the onnx package has for each operator."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ Known = dict[str, Any]  # by a tensor's name; of one that cannot be had a Module
 class Scope:
     """A graph of a model, and those around it, whose tensors its nodes see.
 
-    ``variable``: tensors that are no constants though the graph holds a value of them.
-    """
+    ``variable``: tensors that are no constants though the graph holds a value of them."""
 
     def __init__(self, graph: Any, opsets: Any, outer: Scope | None = None, variable: Collection[str] = ()) -> None:
         self.graph, self.opsets = graph, opsets  # an onnx.GraphProto, and the versions of the operators that it uses
@@ -52,8 +50,7 @@ class Scope:
     def constant(self, name: str) -> Any:
         """The value of a tensor as an array, or None where it depends on inputs of a call.
 
-        Raises :class:`ModuleError` where it is defined twice, needs itself, or cannot be read or computed.
-        """
+        Raises :class:`ModuleError` where it is defined twice, needs itself, or cannot be read or computed."""
         home = self._home(name)
         if home is None:
             return None

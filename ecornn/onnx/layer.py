@@ -21,8 +21,7 @@ class OnnxLayer:
     Attributes
     ----------
     node : the node that was compiled
-    layer : the layer itself, in PyTorch's shapes
-    """
+    layer : the layer itself, in PyTorch's shapes"""
 
     def __init__(self, node: Node, layer: Layer) -> None:
         self.node, self.layer = node, layer
@@ -37,8 +36,7 @@ class OnnxLayer:
 
         The last states of rows without steps are zeros. What is not given is the node's constant; where it has none,
         all of T and states of zeros. Raises :class:`ArgumentError` where the node takes it from elsewhere in the model,
-        :class:`DTypeError` and :class:`ShapeError` where an array does not fit.
-        """
+        :class:`DTypeError` and :class:`ShapeError` where an array does not fit."""
         node = self.node
         sequence_lens, initial_h, initial_c = map(self._input, ("sequence_lens", "initial_h", "initial_c"),
                                                   (sequence_lens, initial_h, initial_c))
@@ -108,8 +106,7 @@ def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Dev
 
     ``dtype``: the type that it computes in; default: the node's own, but on a CPU float32 for one of 16 bits. Raises
     what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 on a GPU where ``dtype`` does not
-    say that less will do.
-    """
+    say that less will do."""
     from ecornn.compiler import compile_layer, device_of
 
     if not isinstance(node, Node):

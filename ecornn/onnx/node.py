@@ -1,7 +1,6 @@
 """Recurrent nodes of ONNX models, and their meaning: a cell with options, a direction, and weights by PyTorch's names.
 
-The meaning follows https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html.
-"""
+The meaning follows https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Node:
     outputs : True for each of Y, Y_h and Y_c that the node has
     dtype : of the node's tensors: ``float16``, ``bfloat16``, ``float32`` or ``float64``
     inputs : those of ``sequence_lens``, ``initial_h`` and ``initial_c`` that the node has: its constant, or None
-        where each call must bring it. In ONNX's shapes; states as the weights, lengths int32
-    """
+        where each call must bring it. In ONNX's shapes; states as the weights, lengths int32"""
 
     name: str
     op: str
@@ -80,8 +78,7 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
 
     Raises :class:`ArgumentError` for an operator or attribute that is none of ONNX's or is not supported,
     :class:`WeightsError` where W or R is missing, :class:`ShapeError` where a shape does not fit,
-    :class:`DTypeError` where a tensor is of a type that the operator does not take.
-    """
+    :class:`DTypeError` where a tensor is of a type that the operator does not take."""
     if op not in GATES:
         raise ArgumentError("node", f"{name} ({op})", f"a node of {', '.join(GATES)}")
     for key in attributes:
@@ -218,8 +215,7 @@ def read(model: Any, node: str | None = None) -> Node:
     found, too. W, R, B and P must be constants of the model, or what its nodes compute from constants.
 
     Raises :class:`ModuleError` where the file cannot be read or the model contradicts itself, :class:`ArgumentError`
-    where onnx is not installed or not one node is of that name, and what :func:`interpret` raises.
-    """
+    where onnx is not installed or not one node is of that name, and what :func:`interpret` raises."""
     nodes, inside = recurrent(load(model))
     named = [(s, n) for s, n in nodes if node is None or node == n.name or (node and node in n.output)]
     if len(named) == 1:

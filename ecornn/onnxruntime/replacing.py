@@ -86,8 +86,7 @@ def replacement(node: Any, meaning: Node, tensors: Tensors, compiled: Compiled) 
     """The nodes that take the place of a recurrent one, in their order, with the outputs that it has; they need
     ``tensors``.
 
-    Raises :class:`ArgumentError` for a node on a GPU that has but one of two states.
-    """
+    Raises :class:`ArgumentError` for a node on a GPU that has but one of two states."""
     from onnx import TensorProto, helper
 
     nodes: list[Any] = []

@@ -1,7 +1,6 @@
 """``rewrite()``: a model whose recurrent nodes are compiled, beside it the modules and the library that calls them.
 
-Nodes of ONNX Runtime's own and compiled ones are timed in turns, so that what does not gain is left alone.
-"""
+Nodes of ONNX Runtime's own and compiled ones are timed in turns, so that what does not gain is left alone."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     ------
     ArgumentError : ``out`` is the model itself; it has no node that can be compiled: the message has the reasons
     ModuleError : the model cannot be read, or contradicts itself
-    BuildError : there is no C++ compiler
-    """
+    BuildError : there is no C++ compiler"""
     out = Path(out)
     if out.suffix != ".onnx" or (isinstance(model, (str, os.PathLike)) and out.exists() and out.samefile(model)):
         raise ArgumentError("out", str(out), "another file than the model's, with a name that ends with .onnx")
@@ -321,8 +319,7 @@ def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int
     """Feeds for the inputs of a model: random numbers; T for ``lengths``; zeros for other integers, which are indices
     into any table. None: the model does not say enough.
 
-    ``sizes``: B or T by the name of an axis.
-    """
+    ``sizes``: B or T by the name of an axis."""
     from onnx import helper
 
     feeds, random = {}, np.random.default_rng()
@@ -343,8 +340,7 @@ def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, wh
     """Medians of calls of two models that take turns; None if ONNX Runtime cannot run its own so.
 
     ``own``, ``compiled``: files or serialized models; ``folder``: that of the library and the modules of ``compiled``;
-    ``where``: the execution provider.
-    """
+    ``where``: the execution provider."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions(), onnxruntime.SessionOptions()

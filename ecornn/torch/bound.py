@@ -1,7 +1,6 @@
 """Compiled layers that are bound to weights, one for each kind of call.
 
-Weights that have changed are read where torch has them, and packed where the last ones were.
-"""
+Weights that have changed are read where torch has them, and packed where the last ones were."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ class BoundLayers:
     was packed and called before, as PyTorch asks for, and belongs to them since the first capture. Each forward pass in
     a graph packs, since weights change between its replays. Layers that do not train are bound anew on a GPU, and serve
     all streams. On a CPU a layer that trains computes results as fast as one that does not: where there is or will be
-    one, it serves these calls, too.
-    """
+    one, it serves these calls, too."""
 
     def __init__(self, kind: Kind, trained: BoundLayers | None = None) -> None:
         self._kind, self._trains, self._trained = kind, trained is None, trained

@@ -6,8 +6,7 @@ a worker process of low priority compiles one for later calls.
 float32 products on a GPU may be in TF32 where the user lets cuDNN's RNNs use it, unless a layer says more. PyTorch's
 default is that they may. If its settings differ, the one nearest to an RNN wins, as with cuDNN:
 ``torch.backends.cudnn.rnn.fp32_precision``, else ``torch.backends.cudnn.fp32_precision``, else
-``torch.backends.fp32_precision``; ``torch.backends.cudnn.allow_tf32``, the older way, sets the first.
-"""
+``torch.backends.fp32_precision``; ``torch.backends.cudnn.allow_tf32``, the older way, sets the first."""
 
 from __future__ import annotations
 

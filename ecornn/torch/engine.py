@@ -1,6 +1,5 @@
 """Engines, the compiled layers of a module, one for each kind of call; the weights that a module has at a moment, those
-among them that a cell computes from its parameters; and who watches a call.
-"""
+among them that a cell computes from its parameters; and who watches a call."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@ module is there.
 
 Where :func:`call` finds no module, one is compiled in the background, and the first call once it is there has the
 compiled layer. :func:`again` is the short way of the calls in between: PyTorch's layer may take less time than the look
-at what a call is. Where :func:`waits` says so a call waits for its module.
-"""
+at what a call is. Where :func:`waits` says so a call waits for its module."""
 
 from __future__ import annotations
 

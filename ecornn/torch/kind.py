@@ -1,8 +1,7 @@
 """The kind of a torch module, all that it is beside its weights, and what these are in a compiled layer.
 
 As a text a kind is an argument of the operator, which graphs and files keep. A cell of a user's own is in it by what it
-computes and where another process finds its class.
-"""
+computes and where another process finds its class."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 PyTorch's operations, and on a GPU its launches take no longer. And one step of a cell with gradients.
 
 The first two calls of a kind go through all checks. Then a :class:`Call` says what they were like, and later calls are
-compared with that alone: any difference, an argument that does not fit among them, takes the long way, which says so.
-"""
+compared with that alone: any difference, an argument that does not fit among them, takes the long way, which says
+so."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ class CompiledModule(torch.nn.Module):
         the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
 
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors.
-        """
+        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors."""
         if torch.compiler.is_compiling():
             return self._any_call(input, hx)
         try:
@@ -68,8 +67,7 @@ class Sequences(CompiledModule):
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, by another process, and any in
     inference mode are seen on a CPU if they change whole rows or columns, or any value in float64: call
-    :func:`ecornn.torch.rebind` after others, and on a GPU.
-    """
+    :func:`ecornn.torch.rebind` after others, and on a GPU."""
 
     def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""
@@ -183,8 +181,7 @@ class Compiled(Sequences, torch.nn.RNNBase):
     ``torch.nn.LSTM``.
 
     Besides torch's arguments there are ``tf32``: whether products of float32 on a GPU may be in TF32, None: if cuDNN's
-    RNNs may; and ``keep``: the values that a training step keeps, see :func:`ecornn.compile`; None: ``gates``.
-    """
+    RNNs may; and ``keep``: the values that a training step keeps, see :func:`ecornn.compile`; None: ``gates``."""
 
     def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
         if self.mode != "LSTM" and "proj_size" in kwargs:

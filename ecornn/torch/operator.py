@@ -3,8 +3,7 @@ gradients, as operators that PyTorch's autograd, tracers, modes and transforms k
 
 They take the weights, which a graph is given, and a text that says which kind of layer has such weights, which another
 process understands. All that the backward pass reads is saved as tensors: PyTorch sees weights that were changed in
-between, a graph that is used twice, and what hooks do with saved tensors.
-"""
+between, a graph that is used twice, and what hooks do with saved tensors."""
 
 from __future__ import annotations
 

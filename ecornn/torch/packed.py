@@ -4,8 +4,7 @@ Rows that have ended keep their places in every product of a module for the whol
 about as many columns as rows have valid steps for each step of the longest. Where that gains nothing each sequence is a
 row of x, and the module has their lengths. Either way x is one gather of packed data, packed y one of y, and what
 these need is kept for the next call with the same lengths. Gradients take the same way back, by gathers, too: a packed
-row has one place. Places of no sequence have some row's values, which the module does not read.
-"""
+row has one place. Places of no sequence have some row's values, which the module does not read."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Layout:
     """The places of packed sequences (N rows) in x (T, C, I), ``shape`` T and C.
 
     ``index``: for each place of x the row of packed data, or 0 where there is none; for each of the N rows its place;
-    and, without columns, the C lengths.
-    """
+    and, without columns, the C lengths."""
 
     shape: tuple[int, int]
     index: Ints

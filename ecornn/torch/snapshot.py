@@ -5,8 +5,8 @@ another process, and in inference mode. All values would take longer to look at 
 every column of a matrix, and all of a bias, take a microsecond or two. If a weight has twice :data:`PLACES` places or
 more, a look visits every n-th, and the next look the next ones: n adjacent rows are seen at once, and a single row or
 column within n looks. A write to single values of a matrix may be missed, and on a GPU a look would wait for it. Each
-look reads all values of float64 weights: gradient checkers, which use that type, move single values through ``.data``.
-"""
+look reads all values of float64 weights: gradient checkers, which use that type, move single values through
+``.data``."""
 
 from __future__ import annotations
 

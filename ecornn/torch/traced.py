@@ -54,8 +54,7 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
 
     Raises :class:`~ecornn.errors.CellError` for an operator that is not taken, with its line, and if the cell computes
     anything else than the module, with the first operator that differs; and
-    :class:`~ecornn.errors.ArgumentError` if a size or a name is missing.
-    """
+    :class:`~ecornn.errors.ArgumentError` if a size or a name is missing."""
     if not isinstance(step, torch.nn.Module) and not callable(step):
         raise ArgumentError("step", step, "a torch.nn.Module or a function")
     sizes = {}

@@ -1,8 +1,7 @@
 """The graph of a step that is written in PyTorch: exported, functionalized, of core ATen operators.
 
 An exported graph has operators on tensors only: no mutation, no hooks, no subclasses, no keyword spellings; and it says
-which of its inputs are parameters, buffers and constants.
-"""
+which of its inputs are parameters, buffers and constants."""
 
 from __future__ import annotations
 

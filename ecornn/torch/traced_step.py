@@ -298,8 +298,7 @@ class TracedCell(Cell):
         """The shapes of the module's weights by name, gates first; tensors that it computes weights of, as it stores
         them.
 
-        Raises :class:`~ecornn.errors.CellError` if such tensors have the module's sizes alone.
-        """
+        Raises :class:`~ecornn.errors.CellError` if such tensors have the module's sizes alone."""
         shapes = {name: source.use.shape(input, hidden) for name, source in self.read.direct.items()}
         for name, original in self.read.originals.items():
             shape = tuple(original.value.shape)
@@ -333,8 +332,7 @@ class TracedCell(Cell):
 
         They are for ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`, and through :func:`ecornn.derive` for
         :meth:`Module.bind`. They share the module's memory unless they are parts of a tensor, or vectors of less than H
-        values.
-        """
+        values."""
         known = {} if module is None else dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False))
         weights = {}

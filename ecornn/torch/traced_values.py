@@ -2,8 +2,7 @@
 reads of its module: parameters as they are, and tensors computed of these alone.
 
 Sizes of the module are in units of its H here, so that the step can be written for any H. PyTorch computes the tensors
-once for weights and not in each step: a weight norm, a mask, ``exp(decay)``, a scalar for all units.
-"""
+once for weights and not in each step: a weight norm, a mask, ``exp(decay)``, a scalar for all units."""
 
 from __future__ import annotations
 
