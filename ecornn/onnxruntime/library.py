@@ -1,6 +1,4 @@
-"""The operator library for ONNX Runtime, and sessions that know its operators.
-
-The host's C++ compiler makes it when a model is first rewritten."""
+"""The operator library for ONNX Runtime, which the host's C++ compiler makes, and sessions that know its operators."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ _MOST = 1024
 
 
 def write(folder: Path) -> Path:
-    """Puts the library and libtvm_ffi, which it needs, into a folder; returns the library's path.
-
-    Raises :class:`~ecornn.errors.BuildError` without a C++ compiler."""
+    """Puts the library and libtvm_ffi, which it needs, into a folder; returns the library's path. Raises
+    :class:`~ecornn.errors.BuildError` without a C++ compiler."""
     from tvm_ffi import libinfo
 
     runtime, content = Path(libinfo.find_libtvm_ffi()), package_library(SOURCE, LINKED)

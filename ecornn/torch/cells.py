@@ -1,5 +1,4 @@
-"""``LSTMCell``, ``GRUCell`` and ``RNNCell`` with the constructor, parameters and calls of ``torch.nn``'s: layers of one
-step."""
+"""``LSTMCell``, ``GRUCell`` and ``RNNCell`` with constructor, parameters and calls of ``torch.nn``'s."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Calls that PyTorch's own layer computes: where no compiled one can, with a warning that says why, and until their
-module is there.
+"""Calls that PyTorch's own layer computes: where no compiled one can, with a warning, and until their module is there.
 
-Where :func:`call` finds no module, one is compiled in the background, and the first call once it is there has the
-compiled layer. :func:`again` is the short way of the calls in between: PyTorch's layer may take less time than the look
-at what a call is. Where :func:`waits` says so a call waits for its module."""
+Where :func:`call` finds no module, one is compiled in the background for later calls; :func:`again` is the short way of
+those in between, and :func:`waits` says which calls wait instead."""
 
 from __future__ import annotations
 
@@ -79,8 +77,8 @@ def requires_grad(tensor: torch.Tensor) -> bool:
 
 
 def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
-    """Runs PyTorch's own forward, into which torch.compile looks as little as into ``torch.nn``'s; warns of a reason.
-    Raises :class:`FallbackError` with ``ECORNN_STRICT=1``, and if PyTorch has no such layer."""
+    """Runs PyTorch's own forward, hidden from torch.compile; warns of a reason. Raises :class:`FallbackError` with
+    ``ECORNN_STRICT=1``, and if PyTorch has no such layer."""
     # elsewhere the decorator has nothing to do, and imports the whole of torch._dynamo, for seconds
     return (_apart if torch.compiler.is_compiling() else _by_torch)(module, input, hx, why)
 
@@ -111,10 +109,10 @@ def tensors_of(hx: Any) -> tuple[Any, ...]:
 
 # -- until the module is there ------------------------------------------------------------------
 def waits(module: Any) -> bool:
-    """Tells whether a call of a layer waits until its module is compiled: PyTorch has no such layer, the user wants it
-    so (``module.wait``, ``ECORNN_WAIT``, ``ECORNN_STRICT``, deterministic algorithms), a transform of torch.func has to
-    see the operator, hooks of saved tensors may be those of a checkpoint, which computes the call again and expects
-    the same tensors, or no cache can hand a module from one process to another."""
+    """Tells whether a call waits for its module: PyTorch has no such layer, the user wants it so (``module.wait``,
+    variables, deterministic algorithms), torch.func must see the operator, hooks of saved tensors may be those of a
+    checkpoint, which computes the call again and expects the same tensors, or no cache can hand a module over between
+    processes."""
     if torch.compiler.is_compiling():  # also where a graph is broken around the call, and this function has its own
         return True
     set_to = os.environ.get
@@ -129,8 +127,8 @@ def _now(module: Any) -> bool:
 
 
 def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Callable[[], Any]) -> Any:
-    """The results of ``compiled()``, or of PyTorch's layer where its module, which this ``kind`` of calls has in
-    common, is pending. If there will be none, PyTorch's layer warns once of the reason."""
+    """The results of ``compiled()``, or of PyTorch's layer while the module for this ``kind`` is pending, or never
+    comes."""
     engine = engine_of(module)
     if kind in engine.refused:
         return by_torch(module, input, hx)

@@ -1,7 +1,6 @@
 """The kind of a torch module, all that it is beside its weights, and what these are in a compiled layer.
 
-As a text a kind is an argument of the operator, which graphs and files keep. A cell of a user's own is in it by what it
-computes and where another process finds its class."""
+Its text is an argument of the operator, which graphs and files keep: it says where to find a user's cell."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ _here: dict[str, Cell] = {}  # the cells that this process has named, by identit
 
 
 def text_of(module: Any, layer: int | None = None) -> str:
-    """The :class:`Kind` of a module, or of one of its layers, as text: ``LSTM(input=7,hidden=11,layers=2,bias=1,...)``,
-    with a colon and the name of a ``Recurrent``'s cell behind it. torch.compile can trace this function."""
+    """A :class:`Kind` as text, ``LSTM(input=7,hidden=11,layers=2,bias=1,...)``, with a colon and a ``Recurrent``'s cell
+    behind it. torch.compile can trace this function."""
     input, layers = module.input_size, module.num_layers
     if layer is not None:
         width = module.proj_size or module.hidden_size
@@ -72,7 +71,6 @@ class Kind:
 
     @cached_property
     def text(self) -> str:
-        """The text that :func:`text_of` and :func:`keeping` make."""
         sizes = ",".join(f"{field}={getattr(self, field)}" for field in FIELDS)
         sizes += "" if self.tf32 is None else f",{TF32}={int(self.tf32)}"
         sizes += "" if self.keep is None else f",{KEEP}={self.keep}"
@@ -80,7 +78,6 @@ class Kind:
 
     @cached_property
     def directions(self) -> int:
-        """D."""
         return 1 + self.bidirectional
 
     @cached_property
@@ -125,8 +122,8 @@ class Kind:
 
     def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None,
              precision: str | None = None) -> LayerSpec:
-        """The layer for calls of this B and about this T; ``masks``: none, ``lengths`` or ``sequences``; ``keep``: of a
-        training step, None if it does not train; ``precision``: None or ``tf32``."""
+        """The layer for this B and about this T; ``masks``: none, ``lengths`` or ``sequences``; ``keep``: None: no
+        training."""
         return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, precision=precision, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
                          sequences=masks == "sequences", training=keep is not None, keep=keep)
@@ -166,7 +163,6 @@ class Kind:
         return pad(y.unflatten(-1, (-1, self.width)), (0, self.hidden - self.width)).flatten(-2)
 
     def narrowed(self, y: torch.Tensor) -> torch.Tensor:
-        """Values without the padding of :meth:`widened`."""
         if not self.projection:
             return y
         return y.unflatten(-1, (-1, self.hidden))[..., :self.width].flatten(-2).contiguous()
@@ -194,8 +190,7 @@ def kind_of(text: str) -> Kind:
 
 
 def name_of(cell: Cell) -> str:
-    """``lstm(peepholes)`` for a built-in cell, or ``mgu@0f5ac8d1`` with ``=package.file:Class`` behind it if a module
-    has its class. From now on :func:`cell_of` knows the cell in this process."""
+    """The name of a cell, which :func:`cell_of` knows: ``lstm(peepholes)``, or ``mgu@0f5ac8d1=package.file:Class``."""
     identity, kind = cell.identity(), type(cell)
     _here.setdefault(identity, cell)
     named = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__ and kind.__module__ in sys.modules

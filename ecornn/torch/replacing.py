@@ -1,5 +1,4 @@
-"""Swapping the recurrent layers of a model in place, by changing their classes; compiling ahead what their first calls
-would; and ``profile()``: times of a model and of its layers, as PyTorch's and as compiled ones."""
+"""Swapping the recurrent layers of a model in place, by changing their classes; compiling ahead; and ``profile()``."""
 
 from __future__ import annotations
 
@@ -382,7 +381,6 @@ def compiled_class(kind: Any) -> type[Any]:
 
 
 def original_class(kind: Any) -> type[Any]:
-    """The class that a compiled layer had before, or torch.nn's of the same kind."""
     before: type[Any] | None = kind.__dict__.get("_compiled_from")
     return before or kind.TORCH
 
@@ -398,7 +396,6 @@ def reclass(module: torch.nn.Module, change: Callable[[type[Any]], type[Any]]) -
 
 
 def _forward(self: Sequences, input: Any, hx: Any = None) -> Any:
-    """Does what ``torch.nn``'s does."""
     return Sequences.forward(self, input, hx)
 
 

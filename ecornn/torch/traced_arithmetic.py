@@ -1,5 +1,4 @@
-"""Arithmetic of a traced step: values, weights and numbers, broadcast as PyTorch does; sums, maxima and variances over
-units, and softmax, norms and normalizations, which are made of these."""
+"""Arithmetic of a traced step, broadcast as PyTorch does; sums, maxima, variances over units, softmax and norms."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ class Arithmetic:
 
     def scalars(self, function: Callable[..., Any], operands: Sequence[Any], name: str,
                 axes: tuple[str, ...] | None = None, width: Width = 1) -> Value:
-        """The value of a ``function`` of scalars at every gate and unit of ``operands``: values, each of one gate or of
-        all, and anything else that it takes. ``axes``: the result's, None: the first operand's; ``width``: the result's
-        if operands have one value a row. Raises :class:`CellError` if gates or widths differ."""
+        """``function`` of scalars at every gate and unit of ``operands``: values of one gate or of all, and anything
+        else. ``axes``, ``width``: the result's, if not the first operand's. Raises :class:`CellError` if gates or
+        widths differ."""
         axes = operands[0].axes if axes is None else axes
         values = [o for o in operands if isinstance(o, Value)]
         count = max(len(v.gates) for v in values)
@@ -83,7 +82,6 @@ class Arithmetic:
         return te.compute((batch, count, across), lambda b, g, j: value(b, j, g), name=name)
 
     def whole(self, gate: Gate, name: str) -> Any:
-        """The te tensor (B, W) of a gate."""
         if not gate.vector and len(gate.tensor.shape) == 2:
             return gate.tensor
         return self.computed(lambda b, j: gate.at(b, j), gate.width, False, 0, name)

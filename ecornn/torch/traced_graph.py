@@ -1,7 +1,4 @@
-"""The graph of a step that is written in PyTorch: exported, functionalized, of core ATen operators.
-
-An exported graph has operators on tensors only: no mutation, no hooks, no subclasses, no keyword spellings; and it says
-which of its inputs are parameters, buffers and constants."""
+"""The exported graph of a step: functional core ATen operators, with parameters, buffers and constants as inputs."""
 
 from __future__ import annotations
 
@@ -64,7 +61,6 @@ class Sizes:
     hidden: int
 
     def width(self, width: Width) -> int:
-        """The number of values of a width."""
         return {"H": self.hidden, "I": self.input}[width] if isinstance(width, str) else width
 
     @staticmethod
@@ -102,8 +98,6 @@ class Learned:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """An exported step."""
-
     nodes: tuple[Node, ...]  # in order, without placeholders and outputs
     learned: dict[Node, Learned]  # placeholder -> the tensor of the step that it stands for
     given: tuple[Node, ...]  # the placeholders of x and of the states
@@ -152,8 +146,8 @@ class Wrapped(torch.nn.Module):
 
 
 def export(traced: Traced) -> Graph:
-    """The graph of a step. Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it,
-    if it changes its buffers, and if it returns anything but tensors."""
+    """A step's graph. Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it, it
+    changes buffers, or it returns anything but tensors."""
     batch = batch_of(traced)
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
     widths = traced.input, *[traced.hidden] * len(traced.states)
@@ -317,8 +311,8 @@ def _one_precision() -> Iterator[None]:
 
 
 def _precisions() -> dict[tuple[str, str], str]:
-    """PyTorch's own values of its settings, the outermost first: each is read while those around it are open, since
-    otherwise PyTorch returns theirs. The last, cuDNN's older one, agrees with two others or PyTorch raises."""
+    """PyTorch's own settings, the outermost first, each read while those around it are open: otherwise it returns
+    theirs."""
     before = {}
     for where in (("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "rnn")):
         before[where] = torch._C._get_fp32_precision_getter(*where)
@@ -377,7 +371,6 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """The shape of a node's tensor."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
