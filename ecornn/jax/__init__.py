@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
 
 
 def register(module: Module) -> str:
-    """Makes a module known to the handlers; returns its file's digest, by which programs of XLA call it."""
+    """Makes a module known to the handlers by its file's digest. Raises :class:`ModuleError` without a C interface."""
     path = module.path
     if not path.is_file():
         raise ModuleError(f"the module's file {path} is gone")

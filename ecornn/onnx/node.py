@@ -248,8 +248,7 @@ def load(model: Any) -> Any:
 
 
 def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Scope, Any]], list[tuple[str, Any]]]:
-    """A model's recurrent nodes, each with its scope, and those of its functions, with their names; see
-    :class:`Scope`."""
+    """A model's recurrent nodes, each with its scope, and those of its functions, with their names."""
     own = {f.name for f in model.functions if f.domain in DOMAINS}  # a model's functions go before ONNX's operators
     known = GATES.keys() - own
 

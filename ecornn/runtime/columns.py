@@ -199,8 +199,7 @@ def _integers(name: str, value: Any) -> NDArray[Any]:
 
 def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
                   library: Library) -> tuple[Placed, int]:
-    """int32 lengths beside ``like``, all of T for None, and the longest; T for those on a GPU, which nothing waits
-    for."""
+    """int32 lengths beside ``like``, all of T for None, and the longest; T for those on a GPU: nothing waits."""
     if value is None:
         value = np.full(batch, steps, np.int32)
     value, shape, dtype = _facts("lengths", value, like)

@@ -20,8 +20,8 @@ from ecornn.workload import summed
 
 @dataclass
 class Kept:
-    """Values of :meth:`Layer.forward` for :meth:`Layer.backward`, which takes them once; x and y must not be written
-    before. ``room``, if no part of ``memory``, is what the gradient of x may be written over, and lives on as that."""
+    """Values of :meth:`Layer.forward` for :meth:`Layer.backward`, once; x and y must not be written before. ``room``,
+    if no part of ``memory``, is what the gradient of x may be written over, and lives on as that."""
 
     owner: Any
     arrays: Arrays

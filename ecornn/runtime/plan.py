@@ -25,8 +25,8 @@ _Key = tuple[str, str | None, int]  # tensor, state, part
 
 @dataclass(frozen=True, eq=False)
 class EntryPlan:
-    """Positions in an entry's argument list: one for a tensor, none where the entry has not got it, one for each state
-    and sequence, by state first, and one for each parameter's gradient, in the manifest's order."""
+    """Positions in an entry's arguments of a tensor: one or none, or one for each state and sequence, by state first,
+    or for each parameter, in the manifest's order."""
 
     count: int  # arguments in all
     at: Mapping[str, tuple[int, ...]]  # tensor -> its positions
@@ -93,8 +93,8 @@ def entry_plan(manifest: Manifest, entry: str) -> EntryPlan:
 
 
 def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
-    """Offsets, by name, of the buffers that forward keeps, and the bytes of all, at this T and B, perhaps symbols. The
-    last one is what the gradient of x may lie in. Rows of the batch that a call does not have are not kept."""
+    """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
+    What the gradient of x may lie in is the last one. Rows of the batch that a call does not have are not kept."""
     taken = {name for entry in (FORWARD, BACKWARD) for name in manifest.entries.get(entry, ())}
     kept = sorted((b for b in manifest.buffers if b.role == KEPT and b.name in taken),
                   key=lambda b: b.name == manifest.dx_in)
@@ -126,8 +126,7 @@ def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
 
 
 class AddressedCall:
-    """An entry of a :class:`~ecornn.runtime.caller.Caller`: ``run``, ``forward`` or ``backward``, for one T and B.
-    ``tensors`` names all that the entry exchanges, in the order in which their addresses will be given."""
+    """An entry of a :class:`~ecornn.runtime.caller.Caller` for one T and B; ``tensors``: in the order of addresses."""
 
     def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
         plan, manifest, library = entry_plan(layer.manifest, entry), layer.manifest, layer.library

@@ -67,8 +67,7 @@ def api_of(file: ctypes.CDLL | None) -> _Api:
 
 class PackedWeights:
     """Weights that a module has packed where it runs, and zeros, as long as this lives. ``packed``: their addresses by
-    buffer. ``device`` is 0 for a CPU, whose ``threads`` pack; these are None on a GPU. Raises as
-    :meth:`Module.bind`."""
+    buffer. ``threads`` are a CPU's, None on a GPU, whose number ``device`` is. Raises as :meth:`Module.bind`."""
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
@@ -101,16 +100,14 @@ class PackedWeights:
         _check(self._api.repack(self._layer, named, len(given), stream, ctypes.byref(error)), error)
 
     def repack_at(self, pointers: Sequence[int], dtype: str, stream: int, optional: bool | None = None) -> None:
-        """Packs weights at addresses of a GPU, unchecked: contiguous, in the manifest's order, of one type of float32,
-        float16 and bfloat16; 0: zeros. ``optional``: only what gradients of first states need (True), or all else
-        (False); default: both."""
+        """Packs weights at addresses of a GPU, unchecked: contiguous, in the manifest's order, all float32, float16 or
+        bfloat16; 0: zeros. ``optional``: only what gradients of first states need (True), or all else (False)."""
         parts = NEEDED | OPTIONAL if optional is None else OPTIONAL if optional else NEEDED
         self._pack_at(pointers, dtype, None, parts, stream)
 
     def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
-        """Packs weights at addresses of a CPU, unchecked: contiguous, float32, in the manifest's order; ``changed``:
-        numbers of those to pack again. False, and nothing done, where the module's code cannot pack all that it
-        reads."""
+        """Packs weights at addresses of a CPU, unchecked: contiguous, float32, in the manifest's order; again only
+        ``changed`` numbers. False, and nothing done, where the module's code cannot pack all that it reads."""
         flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
         return self._pack_at(pointers, "float32", flags, NEEDED | OPTIONAL, 0)
 

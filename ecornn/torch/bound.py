@@ -1,5 +1,4 @@
-"""Compiled layers that are bound to weights, one for each kind of call, and pack these again where they have
-changed."""
+"""Compiled layers that are bound to weights, one for each kind of call, and packed again where these change."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ Alike = tuple[torch.device, torch.dtype, str, "str | None", int]
 
 
 class DeviceWeights:
-    """Packs weights in ``layer`` on a GPU's current stream; ``due``: those that only gradients of first states need
-    wait for :meth:`pack_for_states`, since most steps of training want none."""
+    """Packs the weights of a module in ``layer`` on a GPU, on the current stream. Those that only gradients of first
+    states need wait for :meth:`pack_for_states`, since most steps of training want none; ``due``: they wait."""
 
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
         self._kind, self._layer = kind, layer
@@ -121,8 +120,7 @@ class BoundLayers:
     On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own layers that train, so
     that packing comes before use. CUDA graphs have one that no stream uses any more, as of their first capture; it was
     called before, as PyTorch asks for. Each forward pass in a graph packs, since weights change between replays. Layers
-    that do not train are bound anew on a GPU, and serve all streams; a CPU's calls without gradients use layers that
-    train."""
+    that do not train are bound anew on a GPU, for all streams; on a CPU those that train serve these calls, too."""
 
     def __init__(self, kind: Kind, trained: BoundLayers | None = None) -> None:
         self._kind, self._trains, self._trained = kind, trained is None, trained
@@ -139,9 +137,8 @@ class BoundLayers:
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
               states: bool = True) -> Iterator[Layer]:
-        """A layer for x (T, B, I) with the weights of now, kept until the context ends. ``masks``: nothing, ``lengths``
-        or ``sequences``; ``again``: no optimizer has come since a call with them; ``states``: their gradients may be
-        asked for."""
+        """A layer for x (T, B, I) with the weights of now, kept until the context ends. ``masks``: none, ``lengths`` or
+        ``sequences``; ``again``: no optimizer has come since; ``states``: their gradients may be asked for."""
         one = self.take(weights, x, x.shape[:2], masks, again, states)
         try:
             yield one.layer
@@ -249,9 +246,8 @@ class BoundLayers:
         return self._kind.spec(room, steps, NAMES[dtype], masks, keep, precision)
 
     def _served(self, alike: Alike, batch: int, steps: int) -> tuple[Alike, int]:
-        """The kind and room of the module for this call, or of one that stands in while that is compiled; rare calls of
-        few steps have that of longer ones. Raises :class:`PendingError` without one, :class:`ScheduleError` without a
-        schedule."""
+        """The kind and room of the module for this call, or of one that stands in while that is compiled. Raises
+        :class:`PendingError` without one, :class:`ScheduleError` if there will be none."""
         device, dtype, masks, precision, few = alike
         modules, pending = self._modules.setdefault(alike, {}), self._pending.setdefault(alike, {})
         room = fitting({*modules, *pending}, batch, _most(batch, masks))

@@ -93,8 +93,8 @@ def about(steps: int) -> int:
 
 
 def fitting(bound: Collection[int], batch: int, most: int) -> int:
-    """The smallest batch of ``bound`` layers from ``batch`` to ``most``; without one the first call's own, or, once
-    calls differ, the next power of 2."""
+    """The smallest batch of the ``bound`` layers that can take ``batch``, and is ``most`` at most. If there is none,
+    the batch to compile for: that of the first call, or, once calls differ, the next power of 2."""
     rooms = [room for room in sorted(bound) if batch <= room <= most]
     return rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
 
@@ -191,8 +191,7 @@ def _tell(spec: LayerSpec) -> None:
 
 
 class Compilers:
-    """Worker processes that compile layers, ``niceness`` behind other programs, until :data:`IDLE` seconds without
-    work."""
+    """Worker processes that compile layers, ``niceness`` behind others, for :data:`IDLE` seconds without work."""
 
     def __init__(self, processes: int, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

@@ -1,5 +1,4 @@
-"""Engines, the compiled layers of a module, one for each kind of call; a module's weights at a moment, also those that
-a cell computes; and who watches a call."""
+"""Engines, the compiled layers of a module by kind of call; the weights that it has at a moment; who watches a call."""
 
 from __future__ import annotations
 
@@ -235,8 +234,8 @@ def let_go(module: torch.nn.Module) -> None:
 
 
 def weights_of(module: Any) -> list[torch.Tensor]:
-    """The weights of a module now; :class:`WeightsError` if one is None. ``_flat_weights`` may have others:
-    functional_call puts its own into ``_parameters``, and a parametrization makes new ones at each access."""
+    """The weights of a module at this moment; raises :class:`WeightsError` if one is None. ``_flat_weights`` may have
+    others: functional_call puts its own into ``_parameters``, and a parametrization makes new ones at each access."""
     own, names = module._parameters, module._flat_weights_names
     derived: Derived | None = module.__dict__.get("_derived")
     if derived is not None:

@@ -77,8 +77,8 @@ def requires_grad(tensor: torch.Tensor) -> bool:
 
 
 def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
-    """Runs PyTorch's own forward, hidden from torch.compile; warns of a reason. Raises :class:`FallbackError` with
-    ``ECORNN_STRICT=1``, and if PyTorch has no such layer."""
+    """Runs PyTorch's own forward, into which torch.compile looks as little as into ``torch.nn``'s; warns of a reason.
+    Raises :class:`FallbackError` with ``ECORNN_STRICT=1``, and if PyTorch has no such layer."""
     # elsewhere the decorator has nothing to do, and imports the whole of torch._dynamo, for seconds
     return (_apart if torch.compiler.is_compiling() else _by_torch)(module, input, hx, why)
 
@@ -109,10 +109,9 @@ def tensors_of(hx: Any) -> tuple[Any, ...]:
 
 # -- until the module is there ------------------------------------------------------------------
 def waits(module: Any) -> bool:
-    """Tells whether a call waits for its module: PyTorch has no such layer, the user wants it so (``module.wait``,
-    variables, deterministic algorithms), torch.func must see the operator, hooks of saved tensors may be those of a
-    checkpoint, which computes the call again and expects the same tensors, or no cache can hand a module over between
-    processes."""
+    """Tells whether a call waits for its module: PyTorch has no such layer, the user wants it so, torch.func must see
+    the operator, hooks of saved tensors may be a checkpoint's, which computes the call again and expects the same
+    tensors, or no cache hands modules from one process to another."""
     if torch.compiler.is_compiling():  # also where a graph is broken around the call, and this function has its own
         return True
     set_to = os.environ.get
@@ -127,8 +126,7 @@ def _now(module: Any) -> bool:
 
 
 def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Callable[[], Any]) -> Any:
-    """The results of ``compiled()``, or of PyTorch's layer while the module for this ``kind`` is pending, or never
-    comes."""
+    """The results of ``compiled()``, or of PyTorch's layer while, or if, there is no module for this ``kind``."""
     engine = engine_of(module)
     if kind in engine.refused:
         return by_torch(module, input, hx)

@@ -26,8 +26,8 @@ _here: dict[str, Cell] = {}  # the cells that this process has named, by identit
 
 
 def text_of(module: Any, layer: int | None = None) -> str:
-    """A :class:`Kind` as text, ``LSTM(input=7,hidden=11,layers=2,bias=1,...)``, with a colon and a ``Recurrent``'s cell
-    behind it. torch.compile can trace this function."""
+    """The :class:`Kind` of a module, or of one of its layers, as text: ``LSTM(input=7,hidden=11,layers=2,bias=1,...)``,
+    with a colon and the name of a ``Recurrent``'s cell behind it. torch.compile can trace this function."""
     input, layers = module.input_size, module.num_layers
     if layer is not None:
         width = module.proj_size or module.hidden_size
@@ -122,8 +122,8 @@ class Kind:
 
     def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None,
              precision: str | None = None) -> LayerSpec:
-        """The layer for this B and about this T; ``masks``: none, ``lengths`` or ``sequences``; ``keep``: None: no
-        training."""
+        """The layer for calls of this B and about this T; ``masks``: none, ``lengths`` or ``sequences``; ``keep``: of a
+        training step, None if it does not train; ``precision``: None or ``tf32``."""
         return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, precision=precision, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
                          sequences=masks == "sequences", training=keep is not None, keep=keep)

@@ -1,5 +1,4 @@
-"""``LSTM``, ``GRU`` and ``RNN`` with constructor, parameters and calls of ``torch.nn``'s, and how all layers are
-called."""
+"""``LSTM``, ``GRU`` and ``RNN`` with constructor, parameters and calls of ``torch.nn``'s; and how layers are called."""
 
 from __future__ import annotations
 
@@ -33,9 +32,8 @@ class CompiledModule(torch.nn.Module):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s; of a cell
-        the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,). Raises
-        ``ShapeError``, ``DTypeError`` and ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own
-        errors."""
+        the states (B, H), or (H,), after one step from input (B, I), or (I,). Raises ``ShapeError``, ``DTypeError`` and
+        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors."""
         if torch.compiler.is_compiling():
             return self._any_call(input, hx)
         try:
@@ -277,8 +275,8 @@ def autocasted(value: Any) -> Any:
 
 def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
               order: torch.Tensor | None) -> list[torch.Tensor]:
-    """The initial states, each (L*D, ``batch``, H), in the order of x's rows; [] for zeros. Raises as
-    :meth:`forward`."""
+    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros. Raises
+    :class:`ArgumentError`, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` if ``hx`` does not fit."""
     if hx is None:
         return []
     names = [f"{name}_0" for name in module.state_names]

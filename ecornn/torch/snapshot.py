@@ -3,8 +3,8 @@
 Tensors count most writes by their version. A sample of the values in host memory sees others: through ``.data``, NumPy,
 another process, and in inference mode. It has a value of every row and column of a matrix, and all of a bias, which
 take 1 or 2 us. Where a weight has twice :data:`PLACES` places or more, a look visits every n-th: n adjacent rows are
-seen at once, a single row or column within n looks, single values perhaps never. On a GPU a look would wait. Each reads
-all values of float64 weights: gradient checkers, which use that type, move single ones through ``.data``."""
+seen at once, a single row or column within n looks, single values perhaps never. On a GPU a look would wait. Of float64
+weights it reads all values: gradient checkers, which use that type, move single ones through ``.data``."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ Read = Callable[[], bytes]
 
 
 class Snapshot:
-    """Weights as they were: the very tensors, with addresses, versions and sampled values, until one dies. Its memory
-    stays, since its address could be that of other weights one day. Fused optimizers change weights and not versions:
-    the weights of a backward pass are suspects from then on, and always those of one that a CUDA graph has captured and
-    may replay."""
+    """Weights as they were, until a tensor dies: addresses, versions and sampled values. Its memory stays, since its
+    address could be another's one day. Fused optimizers change weights and not versions: the weights of a backward pass
+    are suspects from then on, and always those of one in a CUDA graph, which may be replayed."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._memory = [w.detach() for w in weights]

@@ -16,8 +16,7 @@ from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, 
 
 
 class Arithmetic:
-    """The values of a graph's nodes: a method ``op_NAME`` carries out an operator. ``parameter(use)`` is the te tensor
-    for a use of weights; ``known`` has the value of each node that depends on x or a state."""
+    """Values of a graph's nodes: ``op_NAME`` carries out an operator; ``known``: those that depend on x or a state."""
 
     def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
         self.graph, self.sizes, self.parameter, self.like = graph, graph.sizes, parameter, states[0]
@@ -33,9 +32,9 @@ class Arithmetic:
 
     def scalars(self, function: Callable[..., Any], operands: Sequence[Any], name: str,
                 axes: tuple[str, ...] | None = None, width: Width = 1) -> Value:
-        """``function`` of scalars at every gate and unit of ``operands``: values of one gate or of all, and anything
-        else. ``axes``, ``width``: the result's, if not the first operand's. Raises :class:`CellError` if gates or
-        widths differ."""
+        """The value of a ``function`` of scalars at every gate and unit of ``operands``: values, each of one gate or of
+        all, and anything else that it takes. ``axes``: the result's, None: the first operand's; ``width``: the result's
+        if operands have one value a row. Raises :class:`CellError` if gates or widths differ."""
         axes = operands[0].axes if axes is None else axes
         values = [o for o in operands if isinstance(o, Value)]
         count = max(len(v.gates) for v in values)

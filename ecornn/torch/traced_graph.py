@@ -146,8 +146,8 @@ class Wrapped(torch.nn.Module):
 
 
 def export(traced: Traced) -> Graph:
-    """A step's graph. Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it, it
-    changes buffers, or it returns anything but tensors."""
+    """The graph of a step. Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it,
+    if it changes its buffers, and if it returns anything but tensors."""
     batch = batch_of(traced)
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
     widths = traced.input, *[traced.hidden] * len(traced.states)
@@ -311,8 +311,8 @@ def _one_precision() -> Iterator[None]:
 
 
 def _precisions() -> dict[tuple[str, str], str]:
-    """PyTorch's own settings, the outermost first, each read while those around it are open: otherwise it returns
-    theirs."""
+    """PyTorch's own values of its settings, the outermost first: each is read while those around it are open, since
+    otherwise PyTorch returns theirs. The last, cuDNN's older one, agrees with two others or PyTorch raises."""
     before = {}
     for where in (("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "rnn")):
         before[where] = torch._C._get_fp32_precision_getter(*where)

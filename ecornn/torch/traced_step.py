@@ -325,9 +325,10 @@ class TracedCell(Cell):
         return np.resize(value.detach().double().cpu().numpy(), shape)
 
     def weights(self, module: Any = None, layer: int = 0, reverse: bool = False) -> dict[str, torch.Tensor]:
-        """Weights of a module, by default the traced one, as a layer's, by name, for ``load_state_dict`` of a
-        ``Recurrent`` and, through :func:`ecornn.derive`, :meth:`Module.bind`. They share its memory, but not parts and
-        vectors of less than H."""
+        """The weights of a module, by default the one that was traced, as those of a layer, by name: for
+        ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`, and through :func:`ecornn.derive` for
+        :meth:`Module.bind`. They share the module's memory unless they are parts of a tensor, or vectors of less than H
+        values."""
         known = {} if module is None else dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False))
         weights = {}

@@ -1,5 +1,4 @@
-"""The values of a traced step: gates, as te tensors, and the axes that PyTorch has them on; and the weights that it
-reads.
+"""The values of a traced step: gates, as te tensors, on PyTorch's axes; and the weights that it reads of its module.
 
 Sizes are in units of the module's H, so that the step fits any H. PyTorch computes tensors of weights alone, as a
 weight norm, a mask or ``exp(decay)``, once for weights and not in each step."""
