@@ -51,8 +51,7 @@ def library() -> ctypes.CDLL:
 
 
 def register(module: Module) -> str:
-    """Makes a module known to the handlers; returns the digest of its file, by which programs of XLA call it. Raises
-    :class:`~ecornn.errors.ModuleError` for a file from before modules had a C interface."""
+    """Makes a module known to the handlers by its file's digest. Raises :class:`ModuleError` without a C interface."""
     path = module.path
     if not path.is_file():
         raise ModuleError(f"the module's file {path} is gone")
@@ -102,8 +101,7 @@ def recurrent(module: Module, *, threads: int | None = None) -> Recurrent:
 
 
 class Recurrent:
-    """A layer, which ``module`` carries out; made by :func:`recurrent`. Weights are an argument of each call, and are
-    packed in it."""
+    """A layer that ``module`` carries out, made by :func:`recurrent`; each call takes and packs the weights."""
 
     def __init__(self, module: Module, threads: int) -> None:
         self.module, self._manifest, dtype = module, module.manifest, module.manifest.workload.dtype
@@ -195,12 +193,10 @@ class Recurrent:
 
     # The functions that XLA calls: x (T, B, I), masks, states and weights as tuples of arrays.
     def _results(self, x: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and types of y and the last states."""
         y, state = (*x.shape[:2], self._manifest.y_width), self._state_shape(x.shape[1])
         return [jax.ShapeDtypeStruct(shape, self._dtype) for shape in (y, *[state] * len(self._manifest.states))]
 
     def run(self, x: jax.Array, masks: Arrays, states: Arrays, weights: Arrays) -> tuple[jax.Array, Arrays]:
-        """y and the last states."""
         y, *after = _call(self._results(x))(x, *masks, *states, *weights, entry=_RUN, **self._attributes)
         return y, tuple(after)
 

@@ -4,8 +4,7 @@
     layer = ecornn.onnx.compile(node, batch=8, seq=100)
     y, y_h, y_c = layer(x, sequence_lens=lengths)
 
-A node by itself runs here, not a whole model: cut the model at the node, and call the layer in between.
-"""
+A node by itself runs here, not a whole model: cut the model at the node, and call the layer in between."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Constants of an ONNX model: the tensors that it holds, and those that its nodes compute from these alone.
 
-An exporter leaves weights behind nodes: transposed, cast, quantized, or as a shape to be filled. These nodes are
-evaluated by the reference that the onnx package has for each operator.
-"""
+Exporters transpose, cast, quantize or fill weights by nodes, which the onnx package's reference evaluates."""
 
 from __future__ import annotations
 
@@ -21,10 +19,7 @@ Known = dict[str, Any]  # by a tensor's name; of one that cannot be had a Module
 
 
 class Scope:
-    """A graph of a model, and those around it, whose tensors its nodes see.
-
-    ``variable``: tensors that are no constants though the graph holds a value of them.
-    """
+    """A graph of a model, and those around it; ``variable``: tensors with values that a call may replace."""
 
     def __init__(self, graph: Any, opsets: Any, outer: Scope | None = None, variable: Collection[str] = ()) -> None:
         self.graph, self.opsets = graph, opsets  # an onnx.GraphProto, and the versions of the operators that it uses
@@ -50,10 +45,8 @@ class Scope:
             waiting += reversed([Scope(graph, scope.opsets, scope) for node in scope.nodes for graph in bodies(node)])
 
     def constant(self, name: str) -> Any:
-        """The value of a tensor as an array, or None where it depends on inputs of a call.
-
-        Raises :class:`ModuleError` where it is defined twice, needs itself, or cannot be read or computed.
-        """
+        """A tensor's value as an array, None where it depends on inputs of a call. Raises :class:`ModuleError` where it
+        is defined twice, needs itself, or cannot be read or computed."""
         home = self._home(name)
         if home is None:
             return None
@@ -72,7 +65,6 @@ class Scope:
         return scope
 
     def needs(self, name: str) -> list[tuple[Scope | None, str]]:
-        """The tensors that one is computed from, and where each is."""
         source: Any = self._sources.get(name, [None])[0]
         return [(self._home(n), n) for n in source.input if n] if computable(source) else []
 
@@ -102,7 +94,6 @@ class Scope:
             return error
 
     def _computed(self, node: Any, inputs: dict[str, Any], name: str) -> dict[str, Any]:
-        """The outputs of a node by name."""
         for attribute in node.attribute:
             if attribute.HasField("sparse_tensor"):
                 return {node.output[0]: array_of(attribute.sparse_tensor, name)}
@@ -135,7 +126,6 @@ def settled(scope: Scope, name: str, known_of: Callable[[Scope], Known], judge: 
 
 
 def bodies(node: Any) -> Iterator[Any]:
-    """The graphs that are attributes of a node."""
     for attribute in node.attribute:
         yield from ([attribute.g] if attribute.HasField("g") else [])
         yield from attribute.graphs
@@ -150,7 +140,6 @@ def computable(source: Any) -> bool:
 
 
 def evaluated(node: Any, inputs: dict[str, Any], opsets: Any) -> list[Any]:
-    """The outputs of a node."""
     import onnx
     from onnx import helper
     from onnx.reference import ReferenceEvaluator
@@ -193,7 +182,6 @@ def array_of(tensor: Any, name: str) -> Any:
 
 
 def dense(values: Any, indices: Any, dims: Any) -> Any:
-    """A sparse tensor's array."""
     if indices.size and indices.min() < 0:
         raise ValueError("an index is negative")
     array = np.zeros(tuple(dims), values.dtype)

@@ -16,13 +16,7 @@ from ecornn.workload import BATCH, SEQ
 
 
 class OnnxLayer:
-    """A node with its compiled layer; made by :func:`compile`.
-
-    Attributes
-    ----------
-    node : the node that was compiled
-    layer : the layer itself, in PyTorch's shapes
-    """
+    """A node with its compiled ``layer``, which has PyTorch's shapes; made by :func:`compile`."""
 
     def __init__(self, node: Node, layer: Layer) -> None:
         self.node, self.layer = node, layer
@@ -32,13 +26,11 @@ class OnnxLayer:
                  initial_c: Any = None) -> tuple[Any, ...]:
         """Runs the node on NumPy arrays of its data type, or of the layer's, and returns such.
 
-        X is (T, B, I), states (D, B, H); with layout 1 they are (B, T, I) and (B, D, H). Returns Y
-        (T, D, B, H), or (B, T, D, H), then Y_h and, for an LSTM, Y_c of the states' shape.
-
-        The last states of rows without steps are zeros. What is not given is the node's constant; where it has none,
-        all of T and states of zeros. Raises :class:`ArgumentError` where the node takes it from elsewhere in the model,
-        :class:`DTypeError` and :class:`ShapeError` where an array does not fit.
-        """
+        X is (T, B, I), states (D, B, H); with layout 1 they are (B, T, I) and (B, D, H). Returns Y (T, D, B, H), or,
+        batch first, (B, T, D, H), then Y_h and, for an LSTM, Y_c of the states' shape. Rows without steps end with
+        zeros. What is not given is the node's constant, else all of T and states of zeros. Raises
+        :class:`ArgumentError` where the node takes it from elsewhere in the model, :class:`DTypeError` and
+        :class:`ShapeError` where an array does not fit."""
         node = self.node
         sequence_lens, initial_h, initial_c = map(self._input, ("sequence_lens", "initial_h", "initial_c"),
                                                   (sequence_lens, initial_h, initial_c))
@@ -75,7 +67,6 @@ class OnnxLayer:
         return y.swapaxes(1, 2), *states
 
     def _input(self, name: str, value: Any) -> Any:
-        """``value``, or the node's own."""
         if value is None and name in self.node.inputs:
             value = self.node.inputs[name]
             if value is None:
@@ -93,7 +84,6 @@ def array(value: Any, name: str) -> Any:
 
 
 def as_type(value: Any, dtype: str) -> Any:
-    """A NumPy array in a data type by name."""
     if dtype == "bfloat16":
         import ml_dtypes
 
@@ -104,12 +94,9 @@ def as_type(value: Any, dtype: str) -> Any:
 @public
 def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Device | None = None,
             dtype: str | None = None) -> OnnxLayer:
-    """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
-
-    ``dtype``: the type that it computes in; default: the node's own, but on a CPU float32 for one of 16 bits. Raises
-    what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 on a GPU where ``dtype`` does not
-    say that less will do.
-    """
+    """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``. ``dtype``: the type that it
+    computes in; default: the node's own, but on a CPU float32 for one of 16 bits. Raises what :func:`ecornn.compile`
+    raises, and :class:`DTypeError` for a node of float64 on a GPU where ``dtype`` does not say that less will do."""
     from ecornn.compiler import compile_layer, device_of
 
     if not isinstance(node, Node):

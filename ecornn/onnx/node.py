@@ -1,7 +1,6 @@
 """Recurrent nodes of ONNX models, and their meaning: a cell with options, a direction, and weights by PyTorch's names.
 
-The meaning follows https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html.
-"""
+Sources: https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Node:
     outputs : True for each of Y, Y_h and Y_c that the node has
     dtype : of the node's tensors: ``float16``, ``bfloat16``, ``float32`` or ``float64``
     inputs : those of ``sequence_lens``, ``initial_h`` and ``initial_c`` that the node has: its constant, or None
-        where each call must bring it. In ONNX's shapes; states as the weights, lengths int32
-    """
+        where each call must bring it. In ONNX's shapes; states as the weights, lengths int32"""
 
     name: str
     op: str
@@ -73,15 +71,12 @@ class Node:
 
 def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array | None],
               outputs: tuple[bool, ...], inputs: Mapping[str, Array | None], shared: Shared) -> Node:
-    """The meaning of a node with these attributes and the tensors W, R, B and P.
-
-    ``inputs``: as :class:`Node` has them, of any type that ONNX has for them. ``shared``: the weights of the model's
-    other nodes, which this one gets where its tensors are the same objects; its own are added.
+    """The meaning of a node with these attributes and the tensors W, R, B and P. ``inputs``: as :class:`Node` has them,
+    of any type that ONNX has. ``shared``: the weights of all nodes of the model, to which those of new tensors are
+    added.
 
     Raises :class:`ArgumentError` for an operator or attribute that is none of ONNX's or is not supported,
-    :class:`WeightsError` where W or R is missing, :class:`ShapeError` where a shape does not fit,
-    :class:`DTypeError` where a tensor is of a type that the operator does not take.
-    """
+    :class:`WeightsError` without W or R, :class:`ShapeError` and :class:`DTypeError` for tensors that do not fit."""
     if op not in GATES:
         raise ArgumentError("node", f"{name} ({op})", f"a node of {', '.join(GATES)}")
     for key in attributes:
@@ -213,13 +208,10 @@ MOST = {"LSTM": (8, 3), "GRU": (6, 2), "RNN": (6, 2)}  # inputs and outputs
 def read(model: Any, node: str | None = None) -> Node:
     """A recurrent node of a model, with its weights.
 
-    ``model`` is a file's name or an ``onnx.ModelProto``; ``node`` the node's name, or the name of one of its
-    outputs; it may be left out where the model has but one. Nodes in the bodies of ``If``, ``Loop`` and ``Scan`` are
-    found, too. W, R, B and P must be constants of the model, or what its nodes compute from constants.
-
-    Raises :class:`ModuleError` where the file cannot be read or the model contradicts itself, :class:`ArgumentError`
-    where onnx is not installed or not one node is of that name, and what :func:`interpret` raises.
-    """
+    ``model`` is a file's name or an ``onnx.ModelProto``; ``node`` the node's name, or one of its outputs', not needed
+    where the model has but one. Bodies of ``If``, ``Loop`` and ``Scan`` are searched, too. W, R, B and P must be
+    constants, or computed from such. Raises :class:`ModuleError` where the file cannot be read or the model contradicts
+    itself, :class:`ArgumentError` without onnx or for no one node of that name, and what :func:`interpret` raises."""
     nodes, inside = recurrent(load(model))
     named = [(s, n) for s, n in nodes if node is None or node == n.name or (node and node in n.output)]
     if len(named) == 1:
@@ -256,8 +248,7 @@ def load(model: Any) -> Any:
 
 
 def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Scope, Any]], list[tuple[str, Any]]]:
-    """The recurrent nodes of a model's graphs, each with its scope, and those of its functions, each with the
-    function's name. ``variable``: tensors of the model's that are no constants though it holds a value of them."""
+    """A model's recurrent nodes, each with its scope, and those of its functions, with their names."""
     own = {f.name for f in model.functions if f.domain in DOMAINS}  # a model's functions go before ONNX's operators
     known = GATES.keys() - own
 

@@ -7,8 +7,7 @@
 
 Beside the model is a folder, fast.modules, with an operator library, which a program in any language registers with
 its session options, and the modules. To rewrite takes the extra ``onnx`` and a C++ compiler; to run, ONNX Runtime 1.18
-or newer. Where ONNX Runtime is there, nodes that do not gain stay as they are.
-"""
+or newer. Where ONNX Runtime is there, nodes that do not gain stay as they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The operator library for ONNX Runtime, and sessions that know its operators.
-
-The host's C++ compiler makes it when a model is first rewritten.
-"""
+"""The operator library for ONNX Runtime, which the host's C++ compiler makes, and sessions that know its operators."""
 
 from __future__ import annotations
 
@@ -27,10 +24,8 @@ _MOST = 1024
 
 
 def write(folder: Path) -> Path:
-    """Puts the library and libtvm_ffi, which it needs, into a folder; returns the library's path.
-
-    Raises :class:`~ecornn.errors.BuildError` without a C++ compiler.
-    """
+    """Puts the library and libtvm_ffi, which it needs, into a folder; returns the library's path. Raises
+    :class:`~ecornn.errors.BuildError` without a C++ compiler."""
     from tvm_ffi import libinfo
 
     runtime, content = Path(libinfo.find_libtvm_ffi()), package_library(SOURCE, LINKED)
@@ -65,8 +60,7 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     Raises
     ------
     ArgumentError : ONNX Runtime is not installed; ``threads`` is not 1 to 1024
-    ModuleError : the folder has no library
-    """
+    ModuleError : the folder has no library"""
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:

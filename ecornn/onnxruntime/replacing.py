@@ -32,7 +32,6 @@ class Names:
         self._made: Counter[str] = Counter()  # of each wanted name
 
     def new(self, *parts: str) -> str:
-        """A new name, made of these parts."""
         name = wanted = "/".join(parts)
         while name in self._taken:
             self._made[wanted] += 1
@@ -83,11 +82,8 @@ class Compiled:
 
 
 def replacement(node: Any, meaning: Node, tensors: Tensors, compiled: Compiled) -> list[Any]:
-    """The nodes that take the place of a recurrent one, in their order, with the outputs that it has; they need
-    ``tensors``.
-
-    Raises :class:`ArgumentError` for a node on a GPU that has but one of two states.
-    """
+    """The nodes that replace a recurrent one, in order, with its outputs; they need ``tensors``. Raises
+    :class:`ArgumentError` for a node on a GPU that has but one of two states."""
     from onnx import TensorProto, helper
 
     nodes: list[Any] = []

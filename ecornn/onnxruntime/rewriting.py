@@ -1,7 +1,4 @@
-"""``rewrite()``: a model whose recurrent nodes are compiled, beside it the modules and the library that calls them.
-
-Nodes of ONNX Runtime's own and compiled ones are timed in turns, so that what does not gain is left alone.
-"""
+"""``rewrite()``: a model whose recurrent nodes are compiled, beside it the modules and the library that calls them."""
 
 from __future__ import annotations
 
@@ -102,8 +99,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     ------
     ArgumentError : ``out`` is the model itself; it has no node that can be compiled: the message has the reasons
     ModuleError : the model cannot be read, or contradicts itself
-    BuildError : there is no C++ compiler
-    """
+    BuildError : there is no C++ compiler"""
     out = Path(out)
     if out.suffix != ".onnx" or (isinstance(model, (str, os.PathLike)) and out.exists() and out.samefile(model)):
         raise ArgumentError("out", str(out), "another file than the model's, with a name that ends with .onnx")
@@ -166,7 +162,6 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
 
 
 def milliseconds(seconds: float) -> str:
-    """A time as it is shown."""
     return f"{seconds * 1e3:.3g} ms"
 
 
@@ -211,7 +206,6 @@ class Modules:
         return self._times[key]
 
     def remove_all_but(self, paths: set[Path]) -> None:
-        """Removes modules that no node needs."""
         for compiled in self.known.values():
             if compiled.path not in paths:
                 compiled.path.unlink(missing_ok=True)
@@ -318,11 +312,8 @@ def alone(node: Any, meaning: Node, scope: Scope, rows: int, steps: int) -> tupl
 
 
 def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int) -> dict[str, Any] | None:
-    """Feeds for the inputs of a model: random numbers; T for ``lengths``; zeros for other integers, which are indices
-    into any table. None: the model does not say enough.
-
-    ``sizes``: B or T by the name of an axis.
-    """
+    """Random feeds for the inputs of a model; T for ``lengths``, and zeros for other integers, indices of any table.
+    None: the model does not say enough. ``sizes``: B or T by the name of an axis."""
     from onnx import helper
 
     feeds, random = {}, np.random.default_rng()
@@ -340,11 +331,8 @@ def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int
 
 
 def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, where: str) -> Times | None:
-    """Medians of calls of two models that take turns; None if ONNX Runtime cannot run its own so.
-
-    ``own``, ``compiled``: files or serialized models; ``folder``: that of the library and the modules of ``compiled``;
-    ``where``: the execution provider.
-    """
+    """Medians of calls of two models, files or serialized, in turns; None if ONNX Runtime cannot run its own.
+    ``folder``: of the library and the modules of ``compiled``; ``where``: the execution provider."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions(), onnxruntime.SessionOptions()

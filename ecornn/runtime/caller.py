@@ -1,5 +1,4 @@
-"""Calls a module on sequences: arrays of any framework are checked and laid out as the module's arguments, and rows of
-x and y as a caller has them: sequences beside x, several outputs and their gradients, by name."""
+"""Calls a module on arrays of any framework, sequences beside x and several outputs by name among them."""
 
 from __future__ import annotations
 
@@ -134,7 +133,6 @@ class Caller:
         return (batch, self._hidden) if self._count == 1 else (self._count, batch, self._hidden)
 
     def zero_state(self, batch: int) -> Placed:
-        """Zeros in place of a state, or of its gradient."""
         return None, self._weights.zeros(prod(self.state_shape(batch)) * self.manifest.workload.itemsize)
 
     def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
@@ -212,7 +210,6 @@ class Caller:
         self.workspaces.give(_COPIES, memory)
 
     def _check_x(self, arrays: Arrays, x: Any) -> tuple[int, int]:
-        """T and B."""
         shape, dtype, place = arrays.facts(x)
         if len(shape) != 3 or shape[2] != self._input or not 1 <= shape[1] <= self._batch or shape[0] < 1:
             raise ShapeError("x.shape", shape, f"(T, B, {self._input}) with T >= 1 and B from 1 to "
@@ -224,7 +221,6 @@ class Caller:
         return shape[0], shape[1]
 
     def check_kind(self, arrays: Arrays, name: str, dtype: str, place: str) -> None:
-        """Data type and device."""
         if dtype != self._dtype:
             raise DTypeError(f"{name}.dtype", dtype, f"{self._dtype}, as the module was compiled")
         wanted = "cpu" if arrays.staged else self._place
@@ -267,8 +263,7 @@ class Caller:
 
 
 def rows_with(manifest: Manifest, arrays: Arrays, x: Any, inputs: Any) -> tuple[Any, Widths]:
-    """``x`` (T, B, I), or batch first, with the module's sequences, which are checked, behind it in its rows, in a
-    copy; and what was passed. Without ``inputs`` x itself, whose rows then have them already."""
+    """A copy of ``x`` with the checked ``inputs`` behind it in its rows, and what was passed; without any x itself."""
     names, (shape, *_) = manifest.inputs or (), arrays.facts(x)
     if inputs is None:
         if names and len(shape) == 3 and shape[2] == manifest.own_input:
@@ -313,8 +308,7 @@ def named(manifest: Manifest, rows: Any) -> Any:
 
 
 def rows_of(manifest: Manifest, arrays: Arrays, given: Any, steps: int, batch: int, like: Any) -> Any:
-    """Gradients by name, which are checked, as one of rows of y, zeros where one is not named; or what is no
-    mapping."""
+    """Gradients by name, checked, as one of rows of y, zeros where one is missing; or what is no mapping."""
     if not isinstance(given, Mapping):
         return given
     names, hidden, directions = manifest.outputs or (), manifest.workload.hidden, manifest.stack.directions

@@ -1,11 +1,9 @@
-"""Lengths, resets and sequences of a call, and sequences of different lengths laid end to end in the columns of a
-batch, so that few columns are ever idle.
+"""Lengths, resets and sequences of a call, and sequences laid end to end in the columns of a batch.
 
-Whole sequences do not fill columns evenly. Where a layer allows it, what does not fit at the end of a column goes to
-the beginning of the next one: McNaughton's wrap-around rule, with which T is the longest sequence, or the mean of the
-columns, up to a few steps. In x's time the piece in the next column comes first then. Kernels see the two pieces in a
-table with marks, where each piece has a number of its own; the piece that they work on first leaves its state for the
-other."""
+Where a layer allows it, what does not fit at the end of a column goes to the beginning of the next one (McNaughton's
+wrap-around rule): T is the longest sequence, or about the mean of the columns. In x's time the piece in the next column
+comes first. Kernels see both in a table with marks, each with a number of its own; the piece that they work on first
+leaves its state for the other."""
 
 from __future__ import annotations
 
@@ -123,7 +121,6 @@ class Columns:
 
 
 def steps_of(lengths: Any, width: int, together: int = 1) -> int:
-    """T of :meth:`Columns.of`."""
     return _lay(np.asarray(lengths).tolist(), width, together)[1]
 
 
@@ -131,7 +128,6 @@ Begin = Sequence[tuple[int, int]]  # the step and the column in which each seque
 
 
 def _lay(lengths: list[int], width: int, together: int) -> tuple[Begin, int]:
-    """Where each sequence begins, and T."""
     width, order = min(width, len(lengths)), sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     whole, steps = _whole(lengths, order, width)
     if together == 1 or steps == max(lengths[order[0]], -(-sum(lengths) // width)):
@@ -182,7 +178,6 @@ def _alone(lengths: list[int], steps: int) -> int:
 
 
 def _wrapped(lengths: list[int], groups: list[Group], steps: int) -> Begin:
-    """Sequences of each group end to end over its columns."""
     places = [(0, 0)] * len(lengths)
     for members, first, _ in groups:
         alone, at = _alone([lengths[s] for s in members], steps), first * steps
@@ -204,8 +199,7 @@ def _integers(name: str, value: Any) -> NDArray[Any]:
 
 def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
                   library: Library) -> tuple[Placed, int]:
-    """The lengths as int32 on the device of ``like``, and how many steps the longest row has; for None all of T.
-    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked."""
+    """int32 lengths beside ``like``, all of T for None, and the longest; T for those on a GPU: nothing waits."""
     if value is None:
         value = np.full(batch, steps, np.int32)
     value, shape, dtype = _facts("lengths", value, like)

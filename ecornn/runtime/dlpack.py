@@ -133,9 +133,8 @@ class View(_Elements):
 
 
 class ForeignArrays(Arrays):
-    """The type of ``example``, which has ``__dlpack__``. On CUDA, work is put on the legacy default stream. Results are
-    made by the framework's ``from_dlpack`` where it has one; otherwise they are NumPy arrays on a CPU, and
-    :class:`~ecornn.runtime.dlpack.Block` on CUDA or where NumPy lacks the type."""
+    """The type of ``example``, which has ``__dlpack__``, on CUDA on the legacy default stream. Results are made by its
+    ``from_dlpack``; without one they are NumPy arrays, and :class:`Block` on CUDA or where NumPy lacks the type."""
 
     def __init__(self, example: Any) -> None:
         self._kind = kind = type(example)

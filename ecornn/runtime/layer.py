@@ -20,9 +20,8 @@ from ecornn.workload import summed
 
 @dataclass
 class Kept:
-    """What a call of :meth:`Layer.forward` keeps for :meth:`Layer.backward`, which takes it once. x and y belong to it:
-    they must not be written before. ``room``, if it is not a part of ``memory``, is what the gradient of x may be
-    written over, and goes on living as that."""
+    """Values of :meth:`Layer.forward` for :meth:`Layer.backward`, once; x and y must not be written before. ``room``,
+    if no part of ``memory``, is what the gradient of x may be written over, and lives on as that."""
 
     owner: Any
     arrays: Arrays
@@ -123,12 +122,10 @@ class Training:
         return kept.arrays.over(kept.room, kept.x[0], (kept.steps, kept.batch, self._caller.manifest.workload.input))
 
     def _given(self, kept: Kept) -> dict[str, list[int]]:
-        """The pointers that both entries take."""
         return {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, kept.rows),
                 **{name: [at] for name, (_, at) in kept.masks.items()}}
 
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
-        """Pointers by state and then by sequence."""
         work, count = self._caller.manifest.workload, self._caller.manifest.stack.count
         size = rows * work.hidden * work.itemsize
         return [at + part * size for _, at in states for part in range(count)]

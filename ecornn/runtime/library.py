@@ -44,7 +44,6 @@ class Library:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the module has functions for device memory."""
         return self.alloc is not _unavailable
 
 

@@ -33,8 +33,6 @@ class HostMemory:
 
 @dataclass
 class GivenMemory:
-    """A caller's array, aligned as it may be."""
-
     array: Any
     pointer: int
     nbytes: int
@@ -50,15 +48,13 @@ class DeviceMemory:
 
 
 def address(array: np.ndarray[Any, Any]) -> int:
-    """Where an array's first element lies."""
     at: int = array.__array_interface__["data"][0]
     return at
 
 
 class Pool:
-    """Workspaces that no call uses, by key; a call takes one and gives it back. Calls that run at the same time hold
-    different ones. A key stands for what orders its users: a CUDA stream, on which the work of a call may still be
-    under way when the workspace is given back."""
+    """Idle workspaces, by a key that stands for what orders their users: a CUDA stream, on which the work of a call may
+    still be under way when its workspace is given back."""
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Memory]] = {}

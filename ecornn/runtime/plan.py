@@ -1,5 +1,4 @@
-"""Where the arguments of an entry come from: the buffers of a module by role and tensor, found once; and calls by
-addresses alone, for callers that call often and have checked all there is."""
+"""Positions of arguments of an entry, by role and tensor, found once; and calls by addresses alone, unchecked."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ _Key = tuple[str, str | None, int]  # tensor, state, part
 
 @dataclass(frozen=True, eq=False)
 class EntryPlan:
-    """Positions in the argument list of an entry. A tensor has one, none where it is optional or a switch that the
-    entry has not, or one for each state and sequence, by state and then by sequence; gradients have one for each
-    parameter, in the manifest's order."""
+    """Positions in an entry's arguments of a tensor: one or none, or one for each state and sequence, by state first,
+    or for each parameter, in the manifest's order."""
 
     count: int  # arguments in all
     at: Mapping[str, tuple[int, ...]]  # tensor -> its positions
@@ -41,16 +39,14 @@ class EntryPlan:
         return layout([0 if b.name in elsewhere else b.nbytes(steps) for _, b in self.scratch])
 
     def order(self, positions: Sequence[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-        """A function that puts values for all positions in order, in less than a microsecond; a list by position takes
-        two."""
+        """A function that orders values for all positions, in less than 1 us; a list by position takes two."""
         assert sorted(positions) == [*range(self.count)] and self.count > SCALARS
         return itemgetter(*sorted(range(self.count), key=positions.__getitem__))
 
 
 class Order:
-    """How addresses, in the order in which a call has them, become arguments of ``run``: T, B, device and queue; packed
-    weights; an address of zeros for each state, which ``zeros`` gives for so many bytes, unless there are states to
-    start from; workspaces; x, states, those of :data:`MASKS` that the module takes, y and states."""
+    """How a call's addresses become arguments of ``run``; ``zeros`` gives an address of so many zero bytes, in place of
+    first states, None where a call has these."""
 
     def __init__(self, plan: EntryPlan, manifest: Manifest, packed: Mapping[str, int], device: int,
                  zeros: Callable[[int], int] | None) -> None:
@@ -130,8 +126,7 @@ def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
 
 
 class AddressedCall:
-    """An entry of a :class:`~ecornn.runtime.caller.Caller`: ``run``, ``forward`` or ``backward``, for one T and B.
-    ``tensors`` names all that the entry exchanges, in the order in which their addresses will be given."""
+    """An entry of a :class:`~ecornn.runtime.caller.Caller` for one T and B; ``tensors``: in the order of addresses."""
 
     def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
         plan, manifest, library = entry_plan(layer.manifest, entry), layer.manifest, layer.library

@@ -21,8 +21,7 @@ LOW = 1 << 40  # no offset reaches it, and hardly any memory lies below it, so t
 
 
 def address(tensor: Any) -> int:
-    """The address of the first element, 0 of a tensor without memory (fake, freed, meta, zero, or a view of such):
-    there ``data_ptr()`` is the offset of the view."""
+    """The address of the first element; 0 if it has no memory, where ``data_ptr()`` is the offset of the view."""
     pointer: int = tensor.data_ptr()
     return 0 if pointer < LOW and pointer == tensor.storage_offset() * tensor.element_size() else pointer
 
@@ -44,14 +43,12 @@ class TorchMemory:
         self.pointer, self.nbytes = start + -start % WORKSPACE_ALIGNMENT, nbytes
 
     def array(self, dtype: Any, shape: Shape) -> Any:
-        """It, as a tensor."""
         first = self.pointer - self._tensor.data_ptr()
         return self._tensor[first:first + self.nbytes].view(dtype)[:prod(shape)].view(shape)
 
 
 class TorchArrays(Arrays):
-    """torch.Tensor on a CPU or a CUDA device. Autograd does not see a call: tensors that require
-    gradients are refused."""
+    """Tensors on a CPU or a CUDA device. Those that require gradients are refused: autograd does not see a call."""
 
     name = "a torch.Tensor"
 
@@ -83,8 +80,7 @@ class TorchArrays(Arrays):
         return value
 
     def _check_unwatched(self, x: Any) -> None:
-        """Raises :class:`ArgumentError` for a call that somebody traces, transforms or differentiates: what runs past
-        PyTorch's dispatcher would be lost."""
+        """Raises :class:`ArgumentError` if somebody traces, transforms or differentiates: he would not see the call."""
         torch, forward = self._torch, self._forward
         kinds = torch._C._TorchDispatchModeKey
         if torch._ops._len_torch_dispatch_stack_pre_dispatch() or any(

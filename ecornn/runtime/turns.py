@@ -1,8 +1,7 @@
 """The cores of this process, which the calls of all modules share, and turns of threads whose calls are short.
 
-A thread that gives Python's lock away for some microseconds has it back before another one, which that wakes, runs; the
-other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
-one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order, half as many at
+A thread that gives Python's lock away for some microseconds has it back before the one that it wakes runs: of eight
+threads with calls of 20 us one call in a hundred takes 5 ms. Those that sleep here come in their order, half as many at
 once as there are cores: others are between their calls, with Python's lock. To wake one takes longer than a call, so a
 thread that soon calls again goes on for a few of them before it hands its turn over."""
 

@@ -66,10 +66,8 @@ def api_of(file: ctypes.CDLL | None) -> _Api:
 
 
 class PackedWeights:
-    """Weights, by name as :meth:`Module.bind` takes them, that a module has packed where it runs, and zeros; the memory
-    lives as long as this. ``packed`` has the address of packed weights by the name of a buffer; equal ones are kept
-    once. ``device`` is 0 for a CPU, whose ``threads`` pack; these are None on a GPU. Raises what :meth:`Module.bind`
-    does."""
+    """Weights that a module has packed where it runs, and zeros, as long as this lives. ``packed``: their addresses by
+    buffer. ``threads`` are a CPU's, None on a GPU, whose number ``device`` is. Raises as :meth:`Module.bind`."""
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
@@ -93,7 +91,6 @@ class PackedWeights:
         self.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize)
 
     def repack(self, weights: Mapping[str, Any]) -> None:
-        """Packs weights where the ones before were; see :meth:`Layer.repack`."""
         given, stream = self._read(weights)
         for name, value in given.items() if self._manifest.device.kind == "cuda" else ():
             if isinstance(value, np.ndarray):
@@ -103,16 +100,14 @@ class PackedWeights:
         _check(self._api.repack(self._layer, named, len(given), stream, ctypes.byref(error)), error)
 
     def repack_at(self, pointers: Sequence[int], dtype: str, stream: int, optional: bool | None = None) -> None:
-        """Packs contiguous weights at these addresses of a GPU, on this stream, in the manifest's order, of one data
-        type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``: what only gradients
-        of first states are made of (True), or all else (False); default: both."""
+        """Packs weights at addresses of a GPU, unchecked: contiguous, in the manifest's order, all float32, float16 or
+        bfloat16; 0: zeros. ``optional``: only what gradients of first states need (True), or all else (False)."""
         parts = NEEDED | OPTIONAL if optional is None else OPTIONAL if optional else NEEDED
         self._pack_at(pointers, dtype, None, parts, stream)
 
     def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
-        """Packs contiguous float32 weights at these addresses of a CPU, in the manifest's order; ``changed``: numbers
-        of those that are not as they were. Nothing is checked. False, and nothing done, where the module's code cannot
-        pack all that it reads."""
+        """Packs weights at addresses of a CPU, unchecked: contiguous, float32, in the manifest's order; again only
+        ``changed`` numbers. False, and nothing done, where the module's code cannot pack all that it reads."""
         flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
         return self._pack_at(pointers, "float32", flags, NEEDED | OPTIONAL, 0)
 
@@ -150,7 +145,6 @@ class PackedWeights:
 
 
 def _check(code: int, error: _Error) -> None:
-    """Raises what the code of a call says."""
     if not code:
         return
     said = error.message.decode(errors="replace")
@@ -179,10 +173,9 @@ def _named(weights: Mapping[str, Any]) -> tuple[ctypes.Array[_Named], list[Any]]
 
 
 def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:
-    """The weights, (G*H, K) or (G*H,), by name: NumPy arrays, float16, float32 or float64; Torch tensors, where all are
-    on the GPU that the module is bound for. Raises :class:`WeightsError` for other names, :class:`ShapeError`,
-    :class:`DTypeError`, :class:`ArgumentError` and, for infinite ones of products that need others,
-    :class:`NotFiniteError`."""
+    """Weights by name: NumPy arrays of floats, or Torch tensors where all are on the module's GPU. Raises
+    :class:`WeightsError` for other names, :class:`ShapeError`, :class:`DTypeError`, :class:`ArgumentError` and, for
+    infinite ones of products that need others, :class:`NotFiniteError`."""
     if not isinstance(weights, Mapping):
         raise ArgumentError("weights", type(weights), "a dict of arrays by PyTorch's names")
     expected = [parameter.name for parameter in manifest.parameters]

@@ -27,8 +27,7 @@ there is no compiler it finds its modules in the folder that ``ECORNN_MODULES`` 
 copied what the process that made the program had called. Forward derivatives are PyTorch's own.
 
 On a CPU, PyTorch's own OpenMP threads do the work of our calls, too, as many as ``torch.set_num_threads`` allows; one
-where there is little to do. Calls at the same time share the cores.
-"""
+where there is little to do. Calls at the same time share the cores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiled layers that are bound to weights, one for each kind of call.
-
-Weights that have changed are read where torch has them, and packed where the last ones were.
-"""
+"""Compiled layers that are bound to weights, one for each kind of call, and packed again where these change."""
 
 from __future__ import annotations
 
@@ -72,8 +69,6 @@ class DeviceWeights:
 
 
 class HostWeights:
-    """Packs the weights of a module of this kind in ``layer`` on a CPU; none ever wait."""
-
     due = False
 
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
@@ -108,7 +103,6 @@ class BoundLayer:
             kind, self.layer, weights)
 
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
-        """Packs weights in place of the last ones; on a GPU on the current stream."""
         same, snapshot = self.snapshot.same(weights), self.snapshot
         changed = snapshot.changed(weights)
         snapshot.outdate()  # until all is packed
@@ -124,12 +118,9 @@ class BoundLayers:
     """The bound layers of an engine that train, or those that do not; the latter know the former, ``trained``.
 
     On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own layers that train, so
-    that packing comes before its use in the order of the stream. CUDA graphs have one that no stream uses any more: it
-    was packed and called before, as PyTorch asks for, and belongs to them since the first capture. Each forward pass in
-    a graph packs, since weights change between its replays. Layers that do not train are bound anew on a GPU, and serve
-    all streams. On a CPU a layer that trains computes results as fast as one that does not: where there is or will be
-    one, it serves these calls, too.
-    """
+    that packing comes before use. CUDA graphs have one that no stream uses any more, as of their first capture; it was
+    called before, as PyTorch asks for. Each forward pass in a graph packs, since weights change between replays. Layers
+    that do not train are bound anew on a GPU, for all streams; on a CPU those that train serve these calls, too."""
 
     def __init__(self, kind: Kind, trained: BoundLayers | None = None) -> None:
         self._kind, self._trains, self._trained = kind, trained is None, trained
@@ -146,9 +137,8 @@ class BoundLayers:
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
               states: bool = True) -> Iterator[Layer]:
-        """A layer for x (T, B, I) with the weights as they are now, which it keeps until the context ends. ``masks``:
-        nothing, ``lengths`` or ``sequences``; ``again``: an earlier call had the weights so, and no optimizer has come
-        since; ``states``: gradients of first states may be asked for."""
+        """A layer for x (T, B, I) with the weights of now, kept until the context ends. ``masks``: none, ``lengths`` or
+        ``sequences``; ``again``: no optimizer has come since; ``states``: their gradients may be asked for."""
         one = self.take(weights, x, x.shape[:2], masks, again, states)
         try:
             yield one.layer
@@ -174,12 +164,10 @@ class BoundLayers:
         return fits
 
     def give(self, one: BoundLayer) -> None:
-        """Ends :meth:`take`: the layer may be packed again."""
         with self._lock:
             one.busy -= 1
 
     def outdate(self) -> None:
-        """Has the next call of every kind read the weights again."""
         with self._lock:
             for bound in self._bound.values():
                 for one in bound.values():
@@ -258,9 +246,8 @@ class BoundLayers:
         return self._kind.spec(room, steps, NAMES[dtype], masks, keep, precision)
 
     def _served(self, alike: Alike, batch: int, steps: int) -> tuple[Alike, int]:
-        """The kind of call and the room of the module that serves this call as it should, or of one nearby that stands
-        in for it while that is compiled. Calls of few steps that are rare have the module of longer ones. Raises
-        :class:`PendingError` if none is there, and :class:`ScheduleError` where no schedule serves the layer."""
+        """The kind and room of the module for this call, or of one that stands in while that is compiled. Raises
+        :class:`PendingError` without one, :class:`ScheduleError` if there will be none."""
         device, dtype, masks, precision, few = alike
         modules, pending = self._modules.setdefault(alike, {}), self._pending.setdefault(alike, {})
         room = fitting({*modules, *pending}, batch, _most(batch, masks))

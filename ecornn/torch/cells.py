@@ -1,5 +1,4 @@
-"""``LSTMCell``, ``GRUCell`` and ``RNNCell`` with the constructor, parameters and calls of ``torch.nn``'s: layers of one
-step."""
+"""``LSTMCell``, ``GRUCell`` and ``RNNCell`` with constructor, parameters and calls of ``torch.nn``'s."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
 class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
-    """The common part of the three. On a CPU a compiled module computes in float32; elsewhere, and for arguments that
-    do not fit, which it names, PyTorch's own cell runs, on the same parameters."""
+    """Compiled modules in float32 on a CPU; elsewhere, and for arguments that do not fit, PyTorch's own cell runs."""
 
     # what a layer has besides
     num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False

@@ -1,13 +1,11 @@
 """Compiling layers for all torch modules of a process: at the first call of their kind, or in the background.
 
-Where a call that :func:`accepts` that finds no module, :class:`PendingError` ends it before anything is computed, and
-a worker process of low priority compiles one for later calls.
+Where a call that :func:`accepts` that finds no module, :class:`PendingError` ends it before anything is computed, and a
+worker process of low priority compiles one for later calls.
 
-float32 products on a GPU may be in TF32 where the user lets cuDNN's RNNs use it, unless a layer says more. PyTorch's
-default is that they may. If its settings differ, the one nearest to an RNN wins, as with cuDNN:
-``torch.backends.cudnn.rnn.fp32_precision``, else ``torch.backends.cudnn.fp32_precision``, else
-``torch.backends.fp32_precision``; ``torch.backends.cudnn.allow_tf32``, the older way, sets the first.
-"""
+float32 products on a GPU may be in TF32 where cuDNN's RNNs may, unless a layer says more. If PyTorch's settings differ,
+the one nearest to an RNN wins, as with cuDNN: ``torch.backends.cudnn.rnn.fp32_precision``,
+``torch.backends.cudnn.fp32_precision``, ``torch.backends.fp32_precision``; ``cudnn.allow_tf32`` sets the first."""
 
 from __future__ import annotations
 
@@ -193,8 +191,7 @@ def _tell(spec: LayerSpec) -> None:
 
 
 class Compilers:
-    """Worker processes that compile layers, each for one thread of this process, ``niceness`` behind other programs.
-    They start when there is work, and end after :data:`IDLE` seconds without any, or with this process."""
+    """Worker processes that compile layers, ``niceness`` behind others, for :data:`IDLE` seconds without work."""
 
     def __init__(self, processes: int, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -204,7 +201,6 @@ class Compilers:
             threading.Thread(target=self._serve, args=(worker,), name=f"ecornn-compiles-{number}", daemon=True).start()
 
     def submit(self, spec: LayerSpec, target: str) -> Job:
-        """Has a layer compiled."""
         job = Job(spec, target)
         self._jobs.put(job)
         return job
@@ -221,7 +217,6 @@ class Compilers:
             job.run(worker)
 
     def stop(self) -> None:
-        """Ends all processes, also while they compile."""
         for worker in self._workers:
             self._jobs.put(None)
             worker.stop()

@@ -1,6 +1,4 @@
-"""Engines, the compiled layers of a module, one for each kind of call; the weights that a module has at a moment, those
-among them that a cell computes from its parameters; and who watches a call.
-"""
+"""Engines, the compiled layers of a module by kind of call; the weights that it has at a moment; who watches a call."""
 
 from __future__ import annotations
 
@@ -74,8 +72,7 @@ class Engine:
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int,
               masks: str = "") -> Iterator[Layer]:
-        """The layer for x, of this B and about this T, with the weights as they are now, which it keeps until the
-        context ends; ``masks``: its argument besides, nothing, ``lengths`` or ``sequences``."""
+        """The layer for x, of this B and about this T, with the weights of now, kept until the context ends."""
         check_type(x, weights[0])
         one = self.inference.take(weights, x, (steps, batch), masks)
         try:
@@ -96,7 +93,6 @@ class Engine:
             return self.called(layer, x, state, **masks)
 
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
-        """The results of :meth:`run` by this layer."""
         with torch.no_grad():
             return self.results(*layer(x, self.given(state), **masks))
 
@@ -150,7 +146,6 @@ class Engine:
         return self._parts[layer]
 
     def rebind(self) -> None:
-        """Has the next call of every kind read the weights again. Calls that run now keep what they have."""
         self.inference.outdate()
         self.trained.outdate()
         for part in self._parts.values():
@@ -158,7 +153,6 @@ class Engine:
 
 
 def masks_of(lengths: torch.Tensor | Columns | None) -> dict[str, Any]:
-    """The keyword argument that a layer is called with."""
     return {} if lengths is None else {"sequences" if isinstance(lengths, Columns) else "lengths": lengths}
 
 
@@ -269,9 +263,8 @@ def layers_of(module: Any, weights: Sequence[torch.Tensor],
 
 
 def by_layer(module: Any, weights: Iterable[torch.Tensor]) -> bool:
-    """Tells whether a training step of the module goes layer by layer: in one of several processes of
-    ``torch.distributed``, whose DistributedDataParallel leaves no trace, and if hooks of the weights run once a
-    gradient is there. It does not in graphs of torch.compile, which runs the nodes of a backward pass as one."""
+    """Tells whether gradients leave layer by layer: in ``torch.distributed``, whose DistributedDataParallel leaves no
+    trace, and for hooks of weights; not in graphs of torch.compile, which runs the nodes of a backward pass as one."""
     if module.num_layers == 1 or torch.compiler.is_compiling():
         return False
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:

@@ -1,10 +1,7 @@
-"""Calls that PyTorch's own layer computes: where no compiled one can, with a warning that says why, and until their
-module is there.
+"""Calls that PyTorch's own layer computes: where no compiled one can, with a warning, and until their module is there.
 
-Where :func:`call` finds no module, one is compiled in the background, and the first call once it is there has the
-compiled layer. :func:`again` is the short way of the calls in between: PyTorch's layer may take less time than the look
-at what a call is. Where :func:`waits` says so a call waits for its module.
-"""
+Where :func:`call` finds no module, one is compiled in the background for later calls; :func:`again` is the short way of
+those in between, and :func:`waits` says which calls wait instead."""
 
 from __future__ import annotations
 
@@ -112,10 +109,9 @@ def tensors_of(hx: Any) -> tuple[Any, ...]:
 
 # -- until the module is there ------------------------------------------------------------------
 def waits(module: Any) -> bool:
-    """Tells whether a call of a layer waits until its module is compiled: PyTorch has no such layer, the user wants it
-    so (``module.wait``, ``ECORNN_WAIT``, ``ECORNN_STRICT``, deterministic algorithms), a transform of torch.func has to
-    see the operator, hooks of saved tensors may be those of a checkpoint, which computes the call again and expects
-    the same tensors, or no cache can hand a module from one process to another."""
+    """Tells whether a call waits for its module: PyTorch has no such layer, the user wants it so, torch.func must see
+    the operator, hooks of saved tensors may be a checkpoint's, which computes the call again and expects the same
+    tensors, or no cache hands modules from one process to another."""
     if torch.compiler.is_compiling():  # also where a graph is broken around the call, and this function has its own
         return True
     set_to = os.environ.get
@@ -130,8 +126,7 @@ def _now(module: Any) -> bool:
 
 
 def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Callable[[], Any]) -> Any:
-    """The results of ``compiled()``, or of PyTorch's layer where its module, which this ``kind`` of calls has in
-    common, is pending. If there will be none, PyTorch's layer warns once of the reason."""
+    """The results of ``compiled()``, or of PyTorch's layer while, or if, there is no module for this ``kind``."""
     engine = engine_of(module)
     if kind in engine.refused:
         return by_torch(module, input, hx)

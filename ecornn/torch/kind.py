@@ -1,8 +1,6 @@
 """The kind of a torch module, all that it is beside its weights, and what these are in a compiled layer.
 
-As a text a kind is an argument of the operator, which graphs and files keep. A cell of a user's own is in it by what it
-computes and where another process finds its class.
-"""
+Its text is an argument of the operator, which graphs and files keep: it says where to find a user's cell."""
 
 from __future__ import annotations
 
@@ -73,7 +71,6 @@ class Kind:
 
     @cached_property
     def text(self) -> str:
-        """The text that :func:`text_of` and :func:`keeping` make."""
         sizes = ",".join(f"{field}={getattr(self, field)}" for field in FIELDS)
         sizes += "" if self.tf32 is None else f",{TF32}={int(self.tf32)}"
         sizes += "" if self.keep is None else f",{KEEP}={self.keep}"
@@ -81,7 +78,6 @@ class Kind:
 
     @cached_property
     def directions(self) -> int:
-        """D."""
         return 1 + self.bidirectional
 
     @cached_property
@@ -167,7 +163,6 @@ class Kind:
         return pad(y.unflatten(-1, (-1, self.width)), (0, self.hidden - self.width)).flatten(-2)
 
     def narrowed(self, y: torch.Tensor) -> torch.Tensor:
-        """Values without the padding of :meth:`widened`."""
         if not self.projection:
             return y
         return y.unflatten(-1, (-1, self.hidden))[..., :self.width].flatten(-2).contiguous()
@@ -195,8 +190,7 @@ def kind_of(text: str) -> Kind:
 
 
 def name_of(cell: Cell) -> str:
-    """``lstm(peepholes)`` for a built-in cell, or ``mgu@0f5ac8d1`` with ``=package.file:Class`` behind it if a module
-    has its class. From now on :func:`cell_of` knows the cell in this process."""
+    """The name of a cell, which :func:`cell_of` knows: ``lstm(peepholes)``, or ``mgu@0f5ac8d1=package.file:Class``."""
     identity, kind = cell.identity(), type(cell)
     _here.setdefault(identity, cell)
     named = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__ and kind.__module__ in sys.modules

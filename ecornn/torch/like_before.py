@@ -1,9 +1,8 @@
-"""The short way of calls that are like an earlier one: on a CPU a short layer, or a cell, takes about as long as one of
-PyTorch's operations, and on a GPU its launches take no longer. And one step of a cell with gradients.
+"""The short way of calls that are like an earlier one, which cost about as much as one of PyTorch's operations; and one
+step of a cell with gradients.
 
-The first two calls of a kind go through all checks. Then a :class:`Call` says what they were like, and later calls are
-compared with that alone: any difference, an argument that does not fit among them, takes the long way, which says so.
-"""
+The first two calls of a kind go through all checks, and a :class:`Call` says what they were like. Later calls that
+differ in anything, an argument that does not fit among them, take the long way, which says so."""
 
 from __future__ import annotations
 
@@ -115,7 +114,6 @@ class Call:
         self._zeros: tuple[int, ...] = ()
 
     def bound(self, one: BoundLayer) -> Call:
-        """The same call by this layer."""
         call = copy.copy(self)
         call.one, call._run = one, one.layer.addressed(RUN, self._steps, self._batch, TENSORS)
         call._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
@@ -175,7 +173,6 @@ class Shared:
         self.token: torch.Tensor = _Hand.apply(self.sums, *weights)
 
     def serves(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Tells whether these are the weights."""
         return len(weights) == len(self.weights) and all(
             w is known and w.requires_grad == asked
             for w, known, asked in zip(weights, self.weights, self._asked, strict=True))

@@ -1,5 +1,4 @@
-"""``LSTM``, ``GRU`` and ``RNN`` with the constructor, parameters and calls of ``torch.nn``'s, and how all layers are
-called: by which operator, on padded rows or packed ones, layer by layer if dropout comes between layers."""
+"""``LSTM``, ``GRU`` and ``RNN`` with constructor, parameters and calls of ``torch.nn``'s; and how layers are called."""
 
 from __future__ import annotations
 
@@ -33,11 +32,8 @@ class CompiledModule(torch.nn.Module):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s; of a cell
-        the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
-
-        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors.
-        """
+        the states (B, H), or (H,), after one step from input (B, I), or (I,). Raises ``ShapeError``, ``DTypeError`` and
+        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors."""
         if torch.compiler.is_compiling():
             return self._any_call(input, hx)
         try:
@@ -65,11 +61,9 @@ class CompiledModule(torch.nn.Module):
 class Sequences(CompiledModule):
     """A module that is called on sequences, with the attributes of ``torch.nn.RNNBase``.
 
-    Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
-    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, by another process, and any in
-    inference mode are seen on a CPU if they change whole rows or columns, or any value in float64: call
-    :func:`ecornn.torch.rebind` after others, and on a GPU.
-    """
+    It packs weights again once a tensor's version is another one. Writes through ``.data`` or NumPy, by another
+    process, and any in inference mode are seen on a CPU if they change whole rows or columns, or any value in float64:
+    call :func:`ecornn.torch.rebind` after others, and on a GPU."""
 
     def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""
@@ -116,7 +110,6 @@ class Sequences(CompiledModule):
         return output, self._states(after)
 
     def call_sizes(self, input: torch.Tensor) -> tuple[int, int] | None:
-        """T and B of a call with a tensor."""
         first, second = (input.shape[0], 1) if input.dim() == 2 else input.shape[:2]
         return (second, first) if self.batch_first and input.dim() == 3 else (first, second)
 
@@ -125,7 +118,6 @@ class Sequences(CompiledModule):
 
     @property
     def _row_width(self) -> int:
-        """The number of values in a row that the compiled layer reads."""
         return int(self.input_size)
 
     @property
@@ -177,14 +169,10 @@ class Sequences(CompiledModule):
 class Compiled(Sequences, torch.nn.RNNBase):
     """The common part of ``LSTM``, ``GRU`` and ``RNN``: a compiled module computes in place of torch, gradients, too.
 
-    Where there is no compiled layer, PyTorch's own forward runs, on the same parameters: for forward derivatives, in
-    torch.jit.trace, for a batch of no sequences, other devices and data types (on a CPU 16 bits and autocast), and for
-    gradients on a GPU that no schedule has. The base is RNNBase, since torch.compile refuses to look into a
-    ``torch.nn.LSTM``.
-
-    Besides torch's arguments there are ``tf32``: whether products of float32 on a GPU may be in TF32, None: if cuDNN's
-    RNNs may; and ``keep``: the values that a training step keeps, see :func:`ecornn.compile`; None: ``gates``.
-    """
+    PyTorch's own forward runs where there is no compiled layer: for forward derivatives, in torch.jit.trace, for no
+    sequences, other devices and types (on a CPU 16 bits and autocast), and gradients on a GPU that no schedule has. The
+    base is RNNBase, since torch.compile refuses to look into a ``torch.nn.LSTM``. ``tf32``: whether float32 products on
+    a GPU may be in TF32, None: if cuDNN's RNNs may; ``keep``: as of :func:`ecornn.compile`, None: ``gates``."""
 
     def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
         if self.mode != "LSTM" and "proj_size" in kwargs:

@@ -1,10 +1,8 @@
 """``torch.ops.ecornn.recurrent``, ``recurrent_forward`` and ``recurrent_backward``: a layer, without and with
 gradients, as operators that PyTorch's autograd, tracers, modes and transforms know.
 
-They take the weights, which a graph is given, and a text that says which kind of layer has such weights, which another
-process understands. All that the backward pass reads is saved as tensors: PyTorch sees weights that were changed in
-between, a graph that is used twice, and what hooks do with saved tensors.
-"""
+They take the weights, and a text that says which kind of layer has such weights, also in another process. All that the
+backward pass reads is saved as tensors: PyTorch sees changed weights, a graph used twice, and what hooks do."""
 
 from __future__ import annotations
 
@@ -28,9 +26,8 @@ Tensors = list[torch.Tensor]
 @torch.library.custom_op("ecornn::recurrent", mutates_args=())
 def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],
               kind: str) -> list[torch.Tensor]:
-    """y (T, B, D*H) and the states (L*D, B, H) of a layer on x (T, B, I), from ``state``, or from zeros if that is
-    empty. ``weights`` are in the order of torch's ``_flat_weights``; ``kind`` is a text of
-    :func:`ecornn.torch.kind.text_of`; ``lengths`` (B,) are the steps of each row, without it all of T."""
+    """y (T, B, D*H) and the states (L*D, B, H) for x (T, B, I), from ``state``, if empty from zeros. ``weights`` are as
+    torch's ``_flat_weights``; ``kind`` is of :func:`ecornn.torch.kind.text_of`; ``lengths`` (B,): None: all of T."""
     return engine_for(kind_of(kind), weights).run(weights, x, state, lengths)
 
 
@@ -69,7 +66,6 @@ def _(x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Te
 
 
 def output_shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
-    """The shapes of y and the states for x (T, B, I)."""
     rows, y = kind.layers * kind.directions, kind.directions * kind.outputs * kind.width
     return [(*x.shape[:2], y), *((rows, x.shape[1], width) for width in kind.widths)]
 
@@ -105,8 +101,7 @@ recurrent_backward.register_autograd(refuse_again)
 # -- past PyTorch's dispatcher ------------------------------------------------------------------
 def directly(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | Columns | None,
              weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of ``recurrent`` by this engine, with gradients, for autograd alone, if nobody else watches: past the
-    dispatcher, which takes longer than the launch of a layer. ``lengths`` may be the columns of x."""
+    """``recurrent`` with gradients if only autograd watches: the dispatcher takes longer than a layer's launch."""
     return [*RecurrentForward.apply(engine, len(state), lengths, x, *state, *weights)]
 
 

@@ -1,11 +1,9 @@
 """Packed sequences: padded by one gather, or on a GPU laid end to end in fewer columns than there are sequences.
 
-Rows that have ended keep their places in every product of a module for the whole batch. Laid end to end they take
-about as many columns as rows have valid steps for each step of the longest. Where that gains nothing each sequence is a
-row of x, and the module has their lengths. Either way x is one gather of packed data, packed y one of y, and what
-these need is kept for the next call with the same lengths. Gradients take the same way back, by gathers, too: a packed
-row has one place. Places of no sequence have some row's values, which the module does not read.
-"""
+Rows that have ended keep their places in every product. Laid end to end they take about as many columns as rows have
+valid steps for each step of the longest. Where that gains nothing each sequence is a row of x, and the module has their
+lengths. x, y and gradients are gathers, since a packed row has one place; indices are kept for the next call with the
+same lengths. Places of no sequence have some row's values, which the module does not read."""
 
 from __future__ import annotations
 
@@ -38,11 +36,8 @@ _arrays = TorchArrays()
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The places of packed sequences (N rows) in x (T, C, I), ``shape`` T and C.
-
-    ``index``: for each place of x the row of packed data, or 0 where there is none; for each of the N rows its place;
-    and, without columns, the C lengths.
-    """
+    """The places of N packed rows in x (T, C, I), ``shape`` T and C. ``index``: for each place its row, 0 without one;
+    for each row its place; and, without columns, the C lengths."""
 
     shape: tuple[int, int]
     index: Ints
@@ -97,7 +92,6 @@ def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
 
 @lru_cache(maxsize=16)  # the layers of a model have the same lengths, one after the other
 def padded(batch_sizes: bytes) -> Layout:
-    """The layout that has each sequence as a row of x; places beyond a length have the first packed row."""
     sizes, lengths = sizes_of(batch_sizes)
     shape = len(sizes), len(lengths)
     return Layout(shape, _index(shape, np.flatnonzero(np.arange(shape[1]) < sizes[:, None]), lengths))

@@ -45,8 +45,7 @@ class Recurrent(Sequences):
     raises :class:`~ecornn.errors.FallbackError` elsewhere: PyTorch has no such layer. Programs of ``torch.export`` have
     it, too, in a process that can import the cell's class.
 
-    Raises :class:`~ecornn.errors.ArgumentError` for a cell without parameters, and for options that do not fit.
-    """
+    Raises :class:`~ecornn.errors.ArgumentError` for a cell without parameters, and for options that do not fit."""
 
     @public
     def __init__(self, cell: Cell | str, input_size: int, hidden_size: int, num_layers: int = 1,
@@ -85,8 +84,7 @@ class Recurrent(Sequences):
     def forward(self, input: Any, hx: Any = None, inputs: Mapping[str, Any] | None = None) -> Any:
         """Computes the outputs and the last states of ``input`` and the cell's ``inputs``; see the class for shapes.
 
-        Raises the errors of :meth:`Sequences.forward`.
-        """
+        Raises the errors of :meth:`Sequences.forward`."""
         if self.cell.inputs or inputs is not None:
             input = self._with_inputs(input, inputs)
         if self._derived is None or torch.compiler.is_compiling():

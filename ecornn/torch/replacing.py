@@ -1,5 +1,4 @@
-"""Swapping the recurrent layers of a model in place, by changing their classes; compiling ahead what their first calls
-would; and ``profile()``: times of a model and of its layers, as PyTorch's and as compiled ones."""
+"""Swapping the recurrent layers of a model in place, by changing their classes; compiling ahead; and ``profile()``."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ class Report:
     Attributes
     ----------
     swapped : names of the layers that are compiled from now on
-    kept : name of a recurrent layer that was left alone -> the reason
-    """
+    kept : name of a recurrent layer that was left alone -> the reason"""
 
     swapped: tuple[str, ...]
     kept: dict[str, str]
@@ -88,8 +86,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     layer has it as ``wait``. ``ECORNN_WAIT=1`` and ``torch.use_deterministic_algorithms(True)`` have all layers wait;
     :func:`ecornn.torch.prepare` compiles ahead.
 
-    Raises :class:`ArgumentError` for another ``tf32``, ``keep`` or ``wait``.
-    """
+    Raises :class:`ArgumentError` for another ``tf32``, ``keep`` or ``wait``."""
     if tf32 is not None and not isinstance(tf32, bool):
         raise ArgumentError("tf32", tf32, "None, True or False")
     if not isinstance(wait, bool):
@@ -138,8 +135,7 @@ def rebind(model: torch.nn.Module) -> None:
 
     Call it after writes that leave no trace on a tensor, if the weights are on a GPU or single values changed: writes
     through ``.data``, which often swap averaged weights in, through NumPy, by another process that shares the memory,
-    and in inference mode. The model may also be one of ``torch.export``.
-    """
+    and in inference mode. The model may also be one of ``torch.export``."""
     for module in model.modules():
         engine.rebind(module)
 
@@ -174,8 +170,7 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     layers. Packed sequences on a GPU are left to their first call, since their columns depend on lengths, and so are
     layers of a class that has a ``forward`` of its own.
 
-    Raises :class:`ArgumentError` if no layer of the model is compiled.
-    """
+    Raises :class:`ArgumentError` if no layer of the model is compiled."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, COMPILED)]
     if not layers:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
@@ -287,8 +282,7 @@ def profile(model: torch.nn.Module, *example: Any, **named: Any) -> Profile:
     arguments of its first call in the model; of one that is called several times, one call. A row takes some seconds
     at most; turns in which other programs were busy are made again.
 
-    Raises :class:`ArgumentError` for a model without a layer that can be compiled.
-    """
+    Raises :class:`ArgumentError` for a model without a layer that can be compiled."""
     ours = copy.deepcopy(model)
     if not any(isinstance(module, COMPILED) for module in ours.modules()):
         report = replace(ours)
@@ -387,7 +381,6 @@ def compiled_class(kind: Any) -> type[Any]:
 
 
 def original_class(kind: Any) -> type[Any]:
-    """The class that a compiled layer had before, or torch.nn's of the same kind."""
     before: type[Any] | None = kind.__dict__.get("_compiled_from")
     return before or kind.TORCH
 
@@ -403,7 +396,6 @@ def reclass(module: torch.nn.Module, change: Callable[[type[Any]], type[Any]]) -
 
 
 def _forward(self: Sequences, input: Any, hx: Any = None) -> Any:
-    """Does what ``torch.nn``'s does."""
     return Sequences.forward(self, input, hx)
 
 

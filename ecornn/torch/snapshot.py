@@ -1,12 +1,10 @@
 """Snapshots of weights, which tell whether the weights have changed since they were bound.
 
 Tensors count most writes by their version. A sample of the values in host memory sees others: through ``.data``, NumPy,
-another process, and in inference mode. All values would take longer to look at than a call takes; one of every row and
-every column of a matrix, and all of a bias, take a microsecond or two. If a weight has twice :data:`PLACES` places or
-more, a look visits every n-th, and the next look the next ones: n adjacent rows are seen at once, and a single row or
-column within n looks. A write to single values of a matrix may be missed, and on a GPU a look would wait for it. Each
-look reads all values of float64 weights: gradient checkers, which use that type, move single values through ``.data``.
-"""
+another process, and in inference mode. It has a value of every row and column of a matrix, and all of a bias, which
+take 1 or 2 us. Where a weight has twice :data:`PLACES` places or more, a look visits every n-th: n adjacent rows are
+seen at once, a single row or column within n looks, single values perhaps never. On a GPU a look would wait. Of float64
+weights it reads all values: gradient checkers, which use that type, move single ones through ``.data``."""
 
 from __future__ import annotations
 
@@ -32,10 +30,9 @@ Read = Callable[[], bytes]
 
 
 class Snapshot:
-    """Weights as they were: the very tensors, at these addresses, with these versions and sampled values. When a tensor
-    dies the snapshot no longer holds. Its memory stays, since its address could otherwise be that of other weights one
-    day. Fused optimizers change weights and not their versions: the weights of a backward pass are suspects from then
-    on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed."""
+    """Weights as they were, until a tensor dies: addresses, versions and sampled values. Its memory stays, since its
+    address could be another's one day. Fused optimizers change weights and not versions: the weights of a backward pass
+    are suspects from then on, and always those of one in a CUDA graph, which may be replayed."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._memory = [w.detach() for w in weights]
@@ -47,7 +44,6 @@ class Snapshot:
             _snapshots.add(self, self.ids)
 
     def same(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Tells whether every weight is the same tensor at the same address."""
         if len(weights) != len(self._tensors):
             return False
         for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):
@@ -75,7 +71,6 @@ class Snapshot:
                 or self._sample.differs(n)]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
-        """Takes the snapshot again, of the same tensors."""
         self._sample.renew()
         self._note(weights)
 
@@ -92,7 +87,6 @@ class Snapshot:
         self._suspects |= {n for n, known in enumerate(self.ids) if known in ids}
 
     def outdate(self) -> None:
-        """Takes all weights for changed from now on."""
         self.versions, self._known = [], []
 
 
@@ -178,7 +172,6 @@ class Snapshots:
             self._by_id.setdefault(weight, weakref.WeakSet()).add(snapshot)
 
     def of(self, ids: set[int]) -> set[Snapshot]:
-        """The snapshots of any of these weights."""
         return {snapshot for weight in ids for snapshot in self._by_id.get(weight, ())}
 
 

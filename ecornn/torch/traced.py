@@ -1,5 +1,4 @@
-"""``cell()``: a step that is written in PyTorch, as a cell; it is compared with the module that it comes from, values
-and gradients, on random inputs and states."""
+"""``cell()``: a step that is written in PyTorch, as a cell, which is compared with it on random inputs."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
 
     Raises :class:`~ecornn.errors.CellError` for an operator that is not taken, with its line, and if the cell computes
     anything else than the module, with the first operator that differs; and
-    :class:`~ecornn.errors.ArgumentError` if a size or a name is missing.
-    """
+    :class:`~ecornn.errors.ArgumentError` if a size or a name is missing."""
     if not isinstance(step, torch.nn.Module) and not callable(step):
         raise ArgumentError("step", step, "a torch.nn.Module or a function")
     sizes = {}
@@ -92,7 +90,6 @@ def states_of(step: Any, states: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _positional(step: Any) -> list[str]:
-    """The names of a step's arguments."""
     given = inspect.signature(step.forward if isinstance(step, torch.nn.Module) else step).parameters.values()
     return [p.name for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
@@ -100,8 +97,6 @@ def _positional(step: Any) -> list[str]:
 # -- a comparison of a traced cell with its module ------------------------------------------------
 @dataclass(frozen=True)
 class Draw:
-    """Inputs of one step, and gradients of its results."""
-
     x: torch.Tensor
     states: list[torch.Tensor]
     upstream: list[torch.Tensor]
@@ -184,7 +179,6 @@ class Wanted:
 
 
 def _of_module(cell: TracedCell, step: Any, draw: Draw) -> Wanted:
-    """The module's values for a draw."""
     given = [v.clone().requires_grad_() for v in (draw.x, *draw.states)]
     parameters = {n: p for n, p in step.named_parameters() if p.requires_grad} if isinstance(
         step, torch.nn.Module) else {}
@@ -344,6 +338,5 @@ def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -
 
 
 def _backwards(returned: list[torch.Tensor]) -> Iterable[Any]:
-    """The nodes of PyTorch's graph behind results."""
     return reached([t.grad_fn for t in returned if t.grad_fn is not None],
                    lambda node: [after for after, _ in node.next_functions if after is not None])

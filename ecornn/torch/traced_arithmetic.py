@@ -1,5 +1,4 @@
-"""Arithmetic of a traced step: values, weights and numbers, broadcast as PyTorch does; sums, maxima and variances over
-units, and softmax, norms and normalizations, which are made of these."""
+"""Arithmetic of a traced step, broadcast as PyTorch does; sums, maxima, variances over units, softmax and norms."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, 
 
 
 class Arithmetic:
-    """The values of a graph's nodes: a method ``op_NAME`` carries out an operator. ``parameter(use)`` is the te tensor
-    for a use of weights; ``known`` has the value of each node that depends on x or a state."""
+    """Values of a graph's nodes: ``op_NAME`` carries out an operator; ``known``: those that depend on x or a state."""
 
     def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
         self.graph, self.sizes, self.parameter, self.like = graph, graph.sizes, parameter, states[0]
@@ -83,7 +81,6 @@ class Arithmetic:
         return te.compute((batch, count, across), lambda b, g, j: value(b, j, g), name=name)
 
     def whole(self, gate: Gate, name: str) -> Any:
-        """The te tensor (B, W) of a gate."""
         if not gate.vector and len(gate.tensor.shape) == 2:
             return gate.tensor
         return self.computed(lambda b, j: gate.at(b, j), gate.width, False, 0, name)

@@ -1,8 +1,4 @@
-"""The graph of a step that is written in PyTorch: exported, functionalized, of core ATen operators.
-
-An exported graph has operators on tensors only: no mutation, no hooks, no subclasses, no keyword spellings; and it says
-which of its inputs are parameters, buffers and constants.
-"""
+"""The exported graph of a step: functional core ATen operators, with parameters, buffers and constants as inputs."""
 
 from __future__ import annotations
 
@@ -65,7 +61,6 @@ class Sizes:
     hidden: int
 
     def width(self, width: Width) -> int:
-        """The number of values of a width."""
         return {"H": self.hidden, "I": self.input}[width] if isinstance(width, str) else width
 
     @staticmethod
@@ -103,8 +98,6 @@ class Learned:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """An exported step."""
-
     nodes: tuple[Node, ...]  # in order, without placeholders and outputs
     learned: dict[Node, Learned]  # placeholder -> the tensor of the step that it stands for
     given: tuple[Node, ...]  # the placeholders of x and of the states
@@ -378,7 +371,6 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """The shape of a node's tensor."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 

@@ -19,7 +19,6 @@ def number_of(value: Any) -> Any:
 
 
 def is_condition(value: Any) -> bool:
-    """Tells whether a te scalar is a condition."""
     return str(getattr(value, "ty", "")) == "bool" or str(getattr(value, "dtype", "")) == "bool"
 
 
@@ -30,7 +29,6 @@ def _condition(value: Any) -> Any:
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
-    """The scalar ``yes`` where the condition holds, else ``no``."""
     from tvm import tirx
 
     return tirx.Select(_condition(condition), number_of(yes), number_of(no))
@@ -117,13 +115,11 @@ def gelu(v: Any, approximate: str = "none") -> Any:
 
 
 def elu(v: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    """ELU, SELU and CELU."""
     below = _exp(_min(number_of(v) * number_of(input_scale), 0.0)) - number_of(1)
     return select(number_of(v) > number_of(0), number_of(v) * number_of(scale), below * number_of(alpha * scale))
 
 
 def added(*values: Any) -> Any:
-    """The sum."""
     return reduce(lambda a, b: a + b, map(number_of, values))
 
 

@@ -67,7 +67,6 @@ class Walk(Arithmetic):
 
     # -- nodes ----------------------------------------------------------------------------------
     def of(self, node: Node) -> Any:
-        """The value of a node."""
         name = operator_name(node)
         if name == "getitem":
             return self.known[node.args[0]][node.args[1]]
@@ -295,11 +294,8 @@ class TracedCell(Cell):
         return {name: use.shape(input, hidden) for use, name in self.read.names.items()}
 
     def learned(self, input: int, hidden: int) -> dict[str, Shape]:
-        """The shapes of the module's weights by name, gates first; tensors that it computes weights of, as it stores
-        them.
-
-        Raises :class:`~ecornn.errors.CellError` if such tensors have the module's sizes alone.
-        """
+        """Shapes of the module's weights by name, gates first; those that it computes weights of, as stored. Raises
+        :class:`~ecornn.errors.CellError` if such tensors have the module's sizes alone."""
         shapes = {name: source.use.shape(input, hidden) for name, source in self.read.direct.items()}
         for name, original in self.read.originals.items():
             shape = tuple(original.value.shape)
@@ -329,12 +325,10 @@ class TracedCell(Cell):
         return np.resize(value.detach().double().cpu().numpy(), shape)
 
     def weights(self, module: Any = None, layer: int = 0, reverse: bool = False) -> dict[str, torch.Tensor]:
-        """The weights of a module, by default the one that was traced, as those of a layer, by name.
-
-        They are for ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`, and through :func:`ecornn.derive` for
+        """The weights of a module, by default the one that was traced, as those of a layer, by name: for
+        ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`, and through :func:`ecornn.derive` for
         :meth:`Module.bind`. They share the module's memory unless they are parts of a tensor, or vectors of less than H
-        values.
-        """
+        values."""
         known = {} if module is None else dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False))
         weights = {}

@@ -1,9 +1,7 @@
-"""The values of a traced step: gates, as te tensors, and the axes that PyTorch has them on. And the weights that it
-reads of its module: parameters as they are, and tensors computed of these alone.
+"""The values of a traced step: gates, as te tensors, on PyTorch's axes; and the weights that it reads of its module.
 
-Sizes of the module are in units of its H here, so that the step can be written for any H. PyTorch computes the tensors
-once for weights and not in each step: a weight norm, a mask, ``exp(decay)``, a scalar for all units.
-"""
+Sizes are in units of the module's H, so that the step fits any H. PyTorch computes tensors of weights alone, as a
+weight norm, a mask or ``exp(decay)``, once for weights and not in each step."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ class Value:
 
     @classmethod
     def of_tensor(cls, axes: Sequence[str], tensor: Any, count: int, width: Width) -> Value:
-        """The value of a te tensor (B, W) or (B, G, W)."""
         return cls((*axes,), tuple(Gate(tensor, n, width) for n in range(count)))
 
     @classmethod
@@ -78,7 +75,6 @@ class Value:
                              [gate for v in values for gate in v.gates])
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """The shape that PyTorch's tensor has."""
         widths = [sizes.width(gate.width) for gate in self.gates]
         own = {BATCH: sizes.batch, ONE: 1, GATES: len(widths), UNITS: widths[0], COLUMNS: sum(widths)}
         return tuple(own[axis] for axis in self.axes)
@@ -172,9 +168,8 @@ class Value:
 # -- the weights that a step reads --------------------------------------------------------------
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a product: the tensor of ``node``, (K, N), or of several (M, K, N) that of ``index``; ``stored``: it
-    is (N, K). N rows are gates of H, less than H, or 1, which all units have; its K columns are of ``widths``, of which
-    this is the one at ``place``."""
+    """A matrix of a product: the tensor of ``node``, (K, N), or its part ``index``; ``stored``: (N, K). N rows are
+    gates of H, less, or 1 for all units; the K columns are of ``widths``, this at ``place``."""
 
     node: Node
     index: int | None
@@ -211,7 +206,6 @@ class Vector:
     width: Width
 
     def shape(self, input: int, hidden: int) -> Shape:
-        """The parameter's shape in te, (G, H)."""
         return self.gates, input if self.width == "I" else hidden
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
