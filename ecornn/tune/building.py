@@ -38,7 +38,6 @@ class Build(msgspec.Struct, frozen=True):
 
 @cache
 def task_of(cell: str, workload: Workload, device: Device) -> Task:
-    """The task, analysed once in each process."""
     loaded = load_cell(cell)
     if loaded.identity() != workload.cell:
         raise ScheduleError(f"{cell} is {loaded.identity()}, not {workload.cell}")
@@ -53,8 +52,7 @@ def ready(_: None) -> bool:
 
 
 def build(request: Build) -> str:
-    """Generates, compiles and links one candidate, or takes it from the cache; returns a digest that is equal for equal
-    generated code. Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
+    """Builds a candidate, or takes it from the cache; returns the digest of its code. Raises EcornnErrors."""
     what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=request.device.identity))
     compiler = nvcc.identity() if request.device.kind == "cuda" else ""
     entry = modules.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))

@@ -1,9 +1,7 @@
 """Measuring on servers that a TVM RPC tracker knows: the tuner's side, and the server for tuners elsewhere.
 
-Each measuring process of the pool holds a session with one server. A server that goes away costs the trial under way
-another try elsewhere, and nothing else. TVM's server takes files and calls from whoever reaches its port: that is
-remote execution, by design. So it listens on this machine alone unless told otherwise.
-"""
+Each measuring process of the pool holds a session with one server. TVM's server takes files and calls from whoever
+reaches its port: remote execution, by design. So it listens on this machine alone unless told otherwise."""
 
 from __future__ import annotations
 
@@ -111,8 +109,7 @@ class Tracker:
 
 
 class Connection:
-    """A session with one server that measures on ``device``, or on one that has it as a share. Uploads files once.
-    Raises :class:`NoServer` where none is free, or the server measures on another device."""
+    """A session with one server that measures on ``device``, or a larger one; :class:`NoServer` where none is free."""
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
         self.session = _request(tracker)
@@ -154,8 +151,7 @@ def ready(_: None) -> bool:
 
 
 def measure(request: Measure) -> list[Outcome]:
-    """Checks and times modules on the server that this process has a session with, or gets one. Raises
-    :class:`NoServer` and :class:`LostServer`; else as ``timing.measure``."""
+    """As ``timing.measure``, on a server. Raises :class:`NoServer` and :class:`LostServer`, too."""
     connection = connected()
     try:
         return connection.measure(request)
@@ -168,7 +164,6 @@ def measure(request: Measure) -> list[Outcome]:
 
 @cache
 def connected() -> Connection:
-    """This process's connection with a server of the tracker that its environment names."""
     host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
     return Connection(Tracker(host, port, key), device)
 
@@ -218,8 +213,6 @@ def _describe(session: Any) -> Description:
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The device and the software that a server measures with."""
-
     device: Device
     environment: Environment
 
@@ -232,7 +225,6 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_loopback(host: str) -> bool:
-    """True for this machine's own address."""
     return host in LOOPBACK
 
 
