@@ -1,7 +1,8 @@
 """A short pass backwards in float64, with the answers that the recurrence of an adjoint must get right.
 
 The analysis derives the inputs of the recurrence. It is believed only where the layer's gradients agree with those of
-``numpy_gradients.py``, or for a cell without a formula with differences of what the interpreter computes."""
+``numpy_gradients.py``, or for a cell without a formula with differences of what the interpreter computes. Outputs and
+last states are compared: in gradients of weights errors of gates would be summed."""
 
 from __future__ import annotations
 

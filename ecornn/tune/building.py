@@ -52,7 +52,8 @@ def ready(_: None) -> bool:
 
 
 def build(request: Build) -> str:
-    """Builds a candidate, or takes it from the cache; returns the digest of its code. Raises EcornnErrors."""
+    """Generates, compiles and links one candidate, or takes it from the cache; returns a digest that is equal for equal
+    generated code. Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
     what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=request.device.identity))
     compiler = nvcc.identity() if request.device.kind == "cuda" else ""
     entry = modules.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))

@@ -75,7 +75,8 @@ def require_plain(path: Path) -> None:
 
 
 def unpacked(data: bytes, path: Path, most: int) -> bytes:
-    """The text of a file that ``path``'s ending says how to decompress, up to a byte behind ``most``."""
+    """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size. The name of ``path``
+    says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
     try:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -159,9 +160,9 @@ def append(path: Path, *records: AnyRecord) -> None:
 
 
 def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
-    """Replaces the records of a log by those that ``change`` returns for it, in one step; a missing file is an empty
-    log. Lines that a newer program wrote stay. Raises :class:`RecordError` as :func:`append`, but for compressed
-    files."""
+    """Replaces the records of a log by those that ``change`` returns for it, completely or not at all; a missing file
+    is an empty log. Lines that a newer program wrote stay; .gz and .xz are compressed; appends wait meanwhile. Raises
+    :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB."""
     real = path.resolve()  # of a link, what it points at
     new = real.with_name(f".{real.name[:200]}.{os.getpid()}")
     try:

@@ -109,7 +109,8 @@ class Tracker:
 
 
 class Connection:
-    """A session with one server that measures on ``device``, or a larger one; :class:`NoServer` where none is free."""
+    """A session with one server that measures on ``device``, or on one that has it as a share. Uploads files once.
+    Raises :class:`NoServer` where none is free, or the server measures on another device."""
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
         self.session = _request(tracker)
