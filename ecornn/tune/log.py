@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from ecornn.device import Device
 from ecornn.errors import RecordError
@@ -317,6 +316,8 @@ class Journal:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keeps others, who would disturb times, from the run; :class:`~ecornn.errors.RecordError` where one has it."""
+        from filelock import FileLock, Timeout
+
         real = self.path.resolve()  # of a link, what it points at
         place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:

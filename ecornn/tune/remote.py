@@ -152,7 +152,7 @@ def ready(_: None) -> bool:
 
 
 def measure(request: Measure) -> list[Outcome]:
-    """As ``timing.measure``, on a server. Raises :class:`NoServer` and :class:`LostServer`, too."""
+    """Does on a server what ``timing.measure`` does. Raises :class:`NoServer` and :class:`LostServer`, too."""
     connection = connected()
     try:
         return connection.measure(request)
