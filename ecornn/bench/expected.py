@@ -27,9 +27,8 @@ ALONE, ROUNDING = "ecornn", "cudnn-tf32"
 
 
 def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
-    """The results of a layer of the cell, on the inputs as they are: y by formulas in NumPy, else by the te graph as it
-    was written. Gradients are PyTorch's, of its own layer in float64 or of a loop over the te graph, whose y must be
-    that of NumPy; in a process without PyTorch those of the formulas, which take long, and
+    """The results of a layer on the inputs: y by formulas in NumPy, else by the te graph. Gradients are PyTorch's in
+    float64, whose y must be NumPy's; without PyTorch those of the formulas, which take long, and
     :class:`MissingPackageError` where a cell has none."""
     arrays, reverse = subject.machine.arrays, subject.stack.reverse
     x = arrays.get(subject.inputs["x"])
@@ -74,7 +73,6 @@ def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -
 
 
 def errors_of(subject: Subject, found: Results, exact: Exact) -> dict[str, float]:
-    """Of each result."""
     get, least = subject.machine.arrays.get, max(FAINT * max(map(norm, exact.values())), 1e-300)
     return {name: relative_error(get(found[name]), value, least) for name, value in exact.items()}
 

@@ -1,9 +1,7 @@
-"""What is timed: cases, sides of ours that are compiled otherwise, and grids of them in TOML, many layers in few lines,
-with what each is compared with, and what must come of it: docs/BENCHMARKING.md.
+"""What is timed: cases, sides of ours compiled otherwise, and grids of both in TOML: docs/BENCHMARKING.md.
 
-In a grid ``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of
-several lists the last one's values vary fastest.
-"""
+``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of several lists
+the last one's values vary fastest."""
 
 from __future__ import annotations
 
@@ -98,7 +96,6 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     within: str | None = None  # MODULE:NAME of a function that makes a context, in which the module is built
 
     def case(self, case: Case) -> Case:
-        """The layer of this side."""
         changed = {name: value for name in OF_CASE if (value := getattr(self, name)) is not None}
         return structs.replace(case, module=self.module, **changed)
 

@@ -212,7 +212,6 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
 
 
 def failed(case: Case, plan: Plan, why: str) -> Row:
-    """A row of a case that could not be measured."""
     return Row(case=case, command=shlex.join(case.command(plan.against or ())), failed=why)
 
 
@@ -243,7 +242,6 @@ def compile_ahead(asked: Asked) -> int:
 
 
 def measure_alone(asked: Asked) -> Row:
-    """A layer's row, in this process."""
     layer = asked.layer
     return measure(layer.case, Plan(layer.against, asked.seconds, asked.seed, own=layer.own, calls=asked.calls,
                                     folder=Path(asked.folder)))

@@ -1,5 +1,4 @@
-"""The sides beside ours, by the names that ``--against`` takes: PyTorch's layer, through cuDNN or not, or a loop over
-the step where torch.nn has none; ONNX Runtime's operators, on a CPU."""
+"""Sides beside ours, as ``--against`` names them: PyTorch's layer or a loop over the step; ONNX Runtime on a CPU."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def named(text: str) -> tuple[str, ...]:
 
 
 def installed(names: tuple[str, ...], kind: str) -> None:
-    """Raises :class:`MissingPackageError`, which names the extra, where a side's package is not there, and
-    :class:`DeviceError` where PyTorch sees no GPU and the layer is for one (kind ``cuda``)."""
+    """Raises :class:`MissingPackageError` for a missing package, :class:`DeviceError` where PyTorch lacks the GPU."""
     for name in names:
         for package in PACKAGES[name]:
             if importlib.util.find_spec(package) is None:
@@ -108,8 +106,7 @@ def loop_side(name: str, subject: Subject, weights: Weights) -> Side | str:
 
 
 def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Generator) -> Side | str:
-    """cuDNN's layer, through torch.nn; of a cell that it has not its nearest, with weights of its own. ``cudnn-tf32``
-    may round factors of float32 to TF32, as PyTorch lets it unless it is told otherwise."""
+    """cuDNN's layer through torch.nn, or the nearest with its own weights; ``cudnn-tf32`` may round float32 to TF32."""
     work, stack = subject.work, subject.stack
     if subject.kind != "cuda":
         return "cuDNN runs on GPUs alone"

@@ -31,9 +31,8 @@ SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
 
 
 class RowLog:
-    """Rows that a file has, and more as they are measured. A line is ``{"environment": ...}``, which holds for what
-    follows, or ``{"row": ...}``, of which ``name`` says what was measured. A last line that was cut is measured again;
-    anything else that is no such line is an :class:`ArgumentError`."""
+    """Rows in a file, a line each: ``{"environment": ...}``, which holds for what follows, or ``{"row": ...}`` with a
+    ``name``. A last line that was cut is measured again; any other line is an :class:`ArgumentError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,7 +120,6 @@ class Row(msgspec.Struct, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether ours was measured, and is right."""
         return not self.failed and OURS not in self.wrong
 
 
@@ -179,8 +177,7 @@ class Earlier(msgspec.Struct):
 
 
 def read_cases(path: Path) -> list[Case]:
-    """The cases of a file: CSV with options' names in the first line, a JSON list of objects with these, or results of
-    either kind. Raises :class:`ArgumentError` where it is none."""
+    """The cases of a file: CSV, a JSON list, or results of either kind; :class:`ArgumentError` where it is none."""
     return [case_of(_case(values), f"{path}:{n}") for n, values in lines_of(path)]
 
 
@@ -201,12 +198,10 @@ def read_row(text: str) -> Earlier:
 
 
 def median_of(values: dict[str, Any], side: str) -> Any:
-    """Of a side in a line, microseconds a step; nothing, or an empty text, where it was not timed."""
     return values.get("us_per_step", {}).get(side, {}).get("median", values.get(f"{side}_median"))
 
 
 def _case(values: dict[str, Any]) -> dict[str, Any]:
-    """What a line says of its case."""
     if isinstance(values.get("case"), dict):
         return values["case"]
     results = "device" in values and "failed" in values  # a line of our own CSV has more

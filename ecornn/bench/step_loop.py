@@ -1,8 +1,6 @@
 """A layer as a loop over its step, an operation of PyTorch after the other, as those write it who have no kernel.
 
-The step is a cell's te step as Python that calls PyTorch, an operation a line. What writes it walks the te graph as the
-cell wrote it (``interpreter.py``), never its analysis: what runs beside kernels shares nothing with them.
-"""
+It is written from the te graph (``interpreter.py``), never its analysis: it shares nothing with kernels."""
 
 from __future__ import annotations
 
@@ -133,7 +131,6 @@ class _Writer(Step):
         return name
 
     def named(self, value: Value) -> str:
-        """A value in code, as a tensor."""
         return value.name if isinstance(value, Term) else self.constant(value)
 
     def written_as(self, value: Value) -> str:
@@ -263,12 +260,10 @@ class _Writer(Step):
 
 
 def words(code: str) -> set[str]:
-    """The names in code."""
     return set(re.findall(r"\w+", code))
 
 
 def _tuple(names: Iterable[str]) -> str:
-    """A tuple in Python."""
     return f"({''.join(f'{name}, ' for name in names).rstrip()})"
 
 
@@ -288,7 +283,6 @@ class StepLoop:
                       for width in {part.workload.input for part in self.parts}}
 
     def tensors(self, weights: Weights) -> dict[str, Any]:
-        """The weights as parameters, which have gradients."""
         return {name: self.torch.as_tensor(value).to(self.device, self.dtype).requires_grad_()
                 for name, value in weights.items()}
 

@@ -43,8 +43,7 @@ Weights = Mapping[str, Any]  # NumPy float32 by the names under which a user pas
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were. A
-    percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest."""
+    """Percentiles of runs, µs a step, interpolated: of fewer than a hundred ``runs`` p99 is near the slowest."""
 
     median: float
     p20: float
@@ -56,7 +55,6 @@ class Times(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float], steps: int) -> Times:
-        """Of runs of ``steps`` steps."""
         p20, p50, p80, p95, p99 = map(float, np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
         return cls(p50, p20, p80, p50, p95, p99, len(seconds))
 
@@ -97,10 +95,9 @@ def foreign() -> float:
 
 def host_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
                clock: Callable[[Run], float]) -> tuple[dict[str, list[list[float]]], int]:
-    """:func:`take_turns` on a CPU, which has other work, too: what ``clock`` says of each side's runs, by its turns,
-    and how many rounds were made again. In its turn a side waits until the threads of the one before have stopped
-    spinning; then come as many runs that are not timed, which wake threads and bring weights back to the caches, as
-    timed ones. A round in which other processes used the processors is made again, within ``seconds``."""
+    """:func:`take_turns` on a CPU, and how many rounds were made again, within ``seconds``: those in which other
+    processes used it. A side first waits until the threads of the one before stop spinning, then runs as often untimed
+    as timed, which wakes threads and brings weights back to the caches."""
     counts, long = {}, {}
     for name, run in sides.items():
         clock(run)
@@ -143,7 +140,6 @@ def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def graph_of(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """The graph alone."""
     return captured(function)[0]
 
 
@@ -181,7 +177,6 @@ class Host:
             inputs[name] = self.arrays.put(values)
 
     def ready(self, function: Callable[[], Results]) -> Ready:
-        """A side, by its call."""
         return Ready(function, function)
 
     def peak(self, function: Callable[[], Results]) -> int | None:
@@ -249,7 +244,6 @@ Machine = Host | Gpu
 
 
 def machine_of(module: Module, seed: int) -> Machine:
-    """The one that runs a module."""
     arrays = arrays_for(module)
     return Gpu(arrays, seed) if isinstance(arrays, TorchArrays) else Host(arrays, seed)
 
@@ -303,8 +297,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Side:
-    """Something to time: ``call`` computes what the inputs make of the layer, y or, of a training step, the gradients
-    of x and of the weights, by their names."""
+    """Something to time: ``call`` computes y or, of a training step, gradients of x and the weights, by name."""
 
     name: str
     call: Callable[[], Results]
@@ -327,7 +320,6 @@ def random_weights(cell: Cell, work: Workload, stack: Stack, rng: np.random.Gene
 
 
 def uniform_weights(module: Module, rng: np.random.Generator) -> dict[str, Any]:
-    """Weights of a module whose cell is not known."""
     bound = module.manifest.workload.hidden ** -0.5
     return {p.name: rounded(rng.uniform(-bound, bound, p.shape), "float32") for p in module.manifest.parameters}
 

@@ -1,8 +1,6 @@
 """The C interface of a module: its code, c_api.cc, is the same for all, and reads the tables of this one.
 
-The tables are 64-bit integers in the order in which c_tables.h reads them; a string is its length and its bytes,
-padded.
-"""
+These are 64-bit integers in the order of c_tables.h; a string is its length and its bytes, padded."""
 
 from __future__ import annotations
 
@@ -30,7 +28,6 @@ PACKINGS = (*DTYPES, "tf32", "int8", "scale", "int16", "int16_scale", "int21", "
 
 
 def sources() -> dict[str, str]:
-    """File name -> C++ text."""
     headers = resources.files("ecornn").joinpath("include")
     return {"c_kinds.h": kinds(), **texts(*FILES), **{name: (headers / name).read_text() for name in HEADERS}}
 
@@ -54,9 +51,8 @@ def functions(program: Program, device: Device) -> tuple[str, ...]:
 
 
 def tables(manifest: Manifest, entries: Container[str]) -> bytes:
-    """The text that c_tables.h reads; empty for a module with packings that c_pack.h does not know. A module that is no
-    layer, the recurrence of an adjoint alone, or one whose ``entries`` are others or exchange something else, packs
-    weights and no more."""
+    """The text that c_tables.h reads; empty for a module with packings that c_pack.h does not know. One that is no
+    layer, or has other ``entries``, packs weights and no more."""
     work, stack, device = manifest.workload, manifest.stack, manifest.device
     buffers = {b.name: b for b in manifest.buffers}
     taken = {name: [buffers[b] for b in manifest.entries[name]] for name in ENTRIES if name in manifest.entries}

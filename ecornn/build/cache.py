@@ -1,12 +1,8 @@
 """A cache on disk of the results of compilers, each entry by a hash of everything that it was made from.
 
-``ECORNN_CACHE`` names the folder, by default the platform's for caches; ``ECORNN_CACHE=off`` does without. An entry
-is a file of its own, written under another name and renamed, that begins with the hash of its content: what was cut
-off or changed is made again. Above ``CAP`` bytes the oldest entries go.
-
-Entries are cubins, object files of host code, modules that were built while tuning, and those of ``module_cache.py``.
-So configurations share the projection that they have in common, and a machine measures modules that another one built.
-"""
+``ECORNN_CACHE`` names its folder (default: the platform's), or is ``off``. An entry is a file, renamed when whole, that
+begins with the hash of its content: what was cut off or changed is made again. Above ``CAP`` bytes the oldest go.
+Entries are cubins, object files of host code, modules built while tuning, and those of ``module_cache.py``."""
 
 from __future__ import annotations
 
@@ -44,11 +40,9 @@ def folder() -> Path | None:
 
 
 def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) -> bytes:
-    """The result of ``make``, kept by ``parts``: every text that it depends on, versions of compilers among them.
-
-    Processes that want the same entry wait for the one that makes it, as long as :data:`LIMIT`; ``make`` may use
-    entries of another ``kind``. A folder that cannot be written is no error: there is no cache then.
-    """
+    """The result of ``make``, kept by ``parts``: every text that it depends on, versions of compilers, too. Processes
+    that want the same entry wait for its maker, as long as :data:`LIMIT`; ``make`` may use entries of another ``kind``.
+    A folder that cannot be written is no error: there is no cache then."""
     root = folder()
     if root is None:
         return make()

@@ -23,11 +23,9 @@ _thread = threading.local()  # `started`: those of the pools that the thread wor
 
 
 def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> tuple[int, str]:
-    """Runs a command that reads nothing: the exit status, and its output, errors first.
-
-    Raises :class:`BuildError` where it cannot be started or does not end within ``seconds``. It is ended then, with the
-    processes that it started, as after any exception. What it leaves behind then lies in its ``folder``.
-    """
+    """Runs a command that reads nothing: exit status, and output, errors first. Raises :class:`BuildError` where it
+    does not start or end within ``seconds``; then, as after any exception, its processes are ended, and what they leave
+    lies in ``folder``."""
     environment, owners = None if folder is None else {**os.environ, "TMPDIR": str(folder)}, started()
     # no pipes, which stay open with any child
     with temporary.said(), tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:
@@ -68,12 +66,10 @@ class Started:
         self.check()
 
     def check(self) -> None:
-        """Raises :class:`BuildError` once all have been ended."""
         if self.ended:
             raise BuildError("compiling was stopped")
 
     def discard(self, process: subprocess.Popen[bytes]) -> None:
-        """Forgets one that has ended."""
         with self._lock:
             self._processes.discard(process)
 
@@ -92,8 +88,7 @@ def started() -> tuple[Started, ...]:
 
 @contextlib.contextmanager
 def at_the_same_time(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads that compile. If the context ends by an exception, such as Ctrl-C, which no other thread than
-    the main one gets, the pool's compilers are ended, and what waits is not begun."""
+    """A pool of threads that compile; an exception, as Ctrl-C in the main thread, ends its compilers, begins none."""
     own, above = Started(), started()
     pool = ThreadPoolExecutor(threads, initializer=lambda: setattr(_thread, "started", (*above, own)))
     try:

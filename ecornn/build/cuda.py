@@ -30,12 +30,9 @@ _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
 @safe_interrupts()
 def generate(program: Program, device: Device) -> Generated:
-    """Machine code and host code of a CUDA program.
-
-    ``emitted`` holds ``tir`` (the functions as the schedule made them), ``cuda`` (:func:`readable`) and ``ptx``.
-    Raises :class:`BuildError` where a function is no single kernel, its parameters are not the program's, its launch
-    differs from its declaration, or a compiler fails.
-    """
+    """Machine code and host code of a CUDA program. ``emitted``: ``tir`` (as the schedule made it), ``cuda``
+    (:func:`readable`), ``ptx``. Raises :class:`BuildError` where a function is no single kernel, its parameters or
+    launch are not the program's, or a compiler fails."""
     groups = _groups(_lower(program, device.arch))
     kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
     sources = [text for _, text in groups]
@@ -57,7 +54,6 @@ def generate(program: Program, device: Device) -> Generated:
 
 
 def host_sources() -> dict[str, str]:
-    """The host code of all CUDA modules: file name -> C++ text."""
     return texts(*FILES)
 
 
@@ -178,11 +174,9 @@ def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> 
 
 
 def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
-    """True where the parameters may be ``__restrict__``, unless the function's ``tirx.noalias`` says so.
-
-    They may not where a state's input and output may be the same memory; nor where blocks exchange data, since
-    the compiler may then move a load of another block's result in front of the barrier.
-    """
+    """True where parameters may be ``__restrict__``, if ``tirx.noalias`` says nothing: not where a state's input and
+    output may be the same memory, nor where blocks exchange data, since the compiler may move a load of another block's
+    result in front of the barrier."""
     mine = launches_of(program, name)
     if COOPERATIVE in kernel.tags or any(call.cooperative or call.cluster > 1 for call in mine):
         return False
@@ -193,12 +187,10 @@ def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
 
 
 def launches_of(program: Program, name: str) -> list[Launch]:
-    """The launches of a function."""
     return [call for call in launches(program.calls) if call.function == name]
 
 
 def _source(functions: Sequence[PrimFunc], arch: str) -> str:
-    """CUDA source of lowered functions, as it is compiled."""
     return as_variables(without_notes(_printed(functions, arch)))
 
 

@@ -57,6 +57,5 @@ class NumberTables:
 
 
 def texts(*names: str) -> dict[str, str]:
-    """File name -> text of files of this package."""
     folder = resources.files("ecornn.build")
     return {name: (folder / name).read_text() for name in names}

@@ -1,5 +1,4 @@
-"""The program of a CUDA module as its host code, host_cuda.cc, reads it: kernels, shapes of launches and calls, all as
-numbers. The code is the same for all modules, so that it is compiled once."""
+"""A CUDA module's program for host_cuda.cc, all as numbers: that code is the same for all, so compiled once."""
 
 from __future__ import annotations
 
@@ -39,11 +38,8 @@ class Kernel:
 
 
 def host_program(program: Program, kernels: Mapping[str, Kernel], arch: str) -> bytes:
-    """The numbers and strings that host_cuda.h reads.
-
-    Raises :class:`BuildError` where a call names an unknown function or a buffer that its entry does not take, reads
-    ``t`` outside a loop, or is launched in another shape than the kernel was compiled for.
-    """
+    """The numbers and strings that host_cuda.h reads. Raises :class:`BuildError` where a call names an unknown function
+    or buffer, reads ``t`` outside a loop, or is launched in another shape than the kernel was compiled for."""
     if strangers := [name for name in program.entries if name not in ENTRIES]:
         raise BuildError(f"a CUDA module has the entries {', '.join(ENTRIES)}; not {', '.join(strangers)}")
     writer = _Writer(program, kernels)
@@ -79,7 +75,6 @@ class _Writer:
         self.launches: list[Launch] = []  # by the numbers of their shapes
 
     def entry(self, name: str, entry: Entry) -> Words:
-        """The words of all calls of an entry."""
         if strangers := [b for b in entry.takes if b not in self.itemsize]:
             raise BuildError(f"entry {name!r}: the program has no buffer {', '.join(strangers)}")
         self.places = {buffer: i for i, buffer in enumerate(entry.takes)}
@@ -92,7 +87,6 @@ class _Writer:
         return self.places[buffer]
 
     def calls(self, calls: Iterable[object], *, loop: bool = False, chunks: bool = False) -> Words:
-        """Calls in order; ``loop``, ``chunks``: whether they are inside one."""
         return [word for call in calls for word in self.call(call, loop, chunks)]
 
     def call(self, call: object, loop: bool, chunks: bool) -> Words:

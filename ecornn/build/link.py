@@ -29,11 +29,9 @@ ALIGNMENT = 64  # bytes, of what lies behind a library
 
 
 def link(generated: Generated, out: Path) -> None:
-    """Writes the shared library ``out``, its checksum behind it, complete or not at all.
-
-    It depends on ``libtvm_ffi.so`` and the C and C++ libraries. Raises :class:`BuildError` with the
-    compiler's message, with what to install where there is no C++ compiler, or where ``out`` is there and no file.
-    """
+    """Writes the shared library ``out``, its checksum behind it, complete or not at all. It needs ``libtvm_ffi.so``,
+    C's and C++'s libraries. Raises :class:`BuildError` if there is no compiler, if it fails, or if ``out`` is there and
+    no file."""
     compiler = find_compiler()
     out = Path(out).absolute()  # the compiler runs in a folder of its own
     if out.exists() and not out.is_file():
@@ -66,7 +64,6 @@ def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[s
 
 
 def _made(command: Sequence[str], folder: Path) -> bytes:
-    """The file that a compiler makes in a folder."""
     run_tool([*command, "-o", "made"], folder)
     return (folder / "made").read_bytes()
 
@@ -103,7 +100,6 @@ def compile_ahead(shared: dict[str, str], linked: bool) -> None:
 
 
 def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes]:
-    """File name -> bytes of all object files."""
     return {**generated.objects, **_compiled(compiler, generated.sources, generated.shared)}
 
 
@@ -137,11 +133,8 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
 
 def package_library(source: str, linked: Sequence[str], folders: Sequence[str] = (),
                     parts: Sequence[str] = ()) -> bytes:
-    """The bytes of a shared library that is compiled from a C++ file of the package, such as ``jax/handler.cc``: from
-    the build cache, or new. ``folders`` have headers of others, which ``parts`` name with their versions.
-
-    Raises :class:`BuildError` without a C++ compiler, and with the message of one that fails.
-    """
+    """The bytes of a shared library of a C++ file of the package: cached, or new. ``folders``: headers of others, which
+    ``parts`` name with their versions. Raises :class:`BuildError` where there is no compiler, or it fails."""
     from tvm_ffi import libinfo
 
     package = Path(str(resources.files("ecornn")))

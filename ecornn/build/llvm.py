@@ -27,13 +27,10 @@ SCALARS = 4  # thread, threads, T, B come before the pointers
 
 @safe_interrupts()
 def generate(program: Program, device: Device, apart: bool = False) -> Generated:
-    """Object file and host code of a program of :class:`~ecornn.program.Parallel` calls; ``apart``: an object file of
-    each function, several of which are made at the same time.
-
-    A function's parameters are int32 ``thread``, ``threads``, ``T``, ``B`` and one pointer a buffer.
-    Raises :class:`BuildError` where the program is of another form, LLVM does not know the CPU, or
-    the code would need TVM's runtime library.
-    """
+    """Object file, or with ``apart`` one of each function, and host code of a program of
+    :class:`~ecornn.program.Parallel` calls. Functions take int32 ``thread``, ``threads``, ``T``, ``B`` and one pointer
+    a buffer. Raises :class:`BuildError` for another form or an unknown CPU, or where the code would need TVM's runtime
+    library."""
     for name, entry in program.entries.items():
         if not entry.calls or not all(isinstance(call, Parallel) for call in entry.calls):
             raise BuildError(f"a CPU program is made of Parallel calls; the schedule made for {name!r} "
@@ -50,7 +47,6 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
 
 
 def host_sources() -> dict[str, str]:
-    """The host code that is the same for all programs: file name -> C++ text."""
     return texts(*HEADERS, "host_cpu.cc")
 
 
@@ -70,10 +66,8 @@ def _object(module: Module) -> bytes:
 
 
 def tables(program: Program) -> str:
-    """``program.cc``: for each entry the workers in the order of its calls, and the pointers that each is given.
-
-    Raises :class:`BuildError` where a call names an unknown function, or a buffer that its entry does not take.
-    """
+    """``program.cc``: each entry's workers in the order of its calls, and the pointers that each is given. Raises
+    :class:`BuildError` where a call names an unknown function, or a buffer that its entry does not take."""
     lines = ['#include "host_cpu.h"', "", *(f"ECORNN_WORKER(__tvm_ffi_{name})" for name in program.functions), ""]
     for name, entry in program.entries.items():
         place, rows = {buffer: i for i, buffer in enumerate(entry.takes)}, []
@@ -127,16 +121,13 @@ OPAQUE = ("Div", "Mod", "FloorDiv", "FloorMod", "Min", "Max", "Select", "BufferL
 
 
 def hide(function: PrimFunc) -> PrimFunc:
-    """The PrimFunc with values that TVM's analyzer need not look into stored in a local array before a variable is
-    bound to them: ``v = a + b`` is ``hidden[0:16] = a + b; v = hidden[0:16]``. CPU code is made in a fifth to a tenth
-    of the time.
+    """The PrimFunc with values stored in a local array before a variable is bound to them: ``v = a + b`` becomes
+    ``hidden[0:16] = a + b; v = hidden[0:16]``. CPU code is made in a fifth to a tenth of the time.
 
-    TVM simplifies whatever a variable is bound to, with what earlier variables are bound to put in, and so goes through
-    the arithmetic of a whole step again with each of its values, and through a quotient or a minimum again with each
-    index that is made of it. It has no use for either. LLVM makes the array a register, and results stay the same, bit
-    for bit. Other integers stay visible: what is known of them makes addresses shorter. All values of a type go through
-    the same array, since LLVM has debugging information to keep for each.
-    """
+    TVM simplifies whatever a variable is bound to, with earlier variables put in: the arithmetic of a whole step again
+    for each of its values, without use. LLVM makes the array a register; results stay the same, bit for bit. Other
+    integers stay visible, since what is known of them makes addresses shorter. A type has one array, since LLVM has
+    debugging information to keep for each."""
     from tvm import tirx
 
     arrays: dict[str, tuple[Buffer, list[Expr]]] = {}  # data type -> the array, and the index of a value in it

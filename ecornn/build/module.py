@@ -1,9 +1,7 @@
 """Program and manifest -> module file; or a static library for programs in C and C++, and its header.
 
-A program that is linked with the library needs the C and C++ libraries alone: what a module takes of libtvm_ffi.so, the
-errors of functions, is a file of its own here (``standalone.cc``). Of all symbols one is global, so that a program may
-have several such libraries.
-"""
+Such a library needs C's and C++'s libraries alone: ``standalone.cc`` is what it takes of libtvm_ffi.so. One of its
+symbols is global, so that a program may have several such libraries."""
 
 from __future__ import annotations
 
@@ -39,11 +37,8 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
 
 @safe_interrupts()
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
-    """Builds ``program`` for ``manifest.device`` and writes the module file ``out``.
-
-    Returns what was generated on the way: text for people and the compiler's report of resources.
-    Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was.
-    """
+    """Builds ``program`` for ``manifest.device`` into the module file ``out``; returns what was generated on the way.
+    Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was."""
     backend = cuda if manifest.device.kind == "cuda" else llvm
     with at_the_same_time(1) as thread:  # the first module of a machine waits for the longer one of the two
         thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
@@ -66,13 +61,8 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
 
 
 def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
-    """Builds the static library ``out`` of a CPU's program and returns its header, beside it.
-
-    Functions begin with the name of the file, without ``lib`` before and the ending behind it.
-
-    Raises :class:`~ecornn.errors.BuildError` with the message of a compiler, ``ar`` or ``objcopy``, or where one of
-    these is missing; :class:`~ecornn.errors.ArgumentError` where the file's name is none of a function.
-    """
+    """Builds the static library ``out`` of a CPU's program and returns its header, beside it. Raises
+    :class:`~ecornn.errors.BuildError` where a tool fails or is missing, and as :func:`name_of`."""
     generated, name = _complete(program, manifest), name_of(out)
     header = out.with_name(f"{name}.h")
     compiler = find_compiler()
@@ -100,10 +90,8 @@ def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
 
 
 def name_of(out: Path) -> str:
-    """The name that functions of a library in this file begin with.
-
-    Raises :class:`~ecornn.errors.ArgumentError` where the file's name is none of a function.
-    """
+    """The prefix of the functions of a library in this file, its name without ``lib`` and ending. Raises
+    :class:`~ecornn.errors.ArgumentError` where that is none of a function."""
     name = out.stem.removeprefix("lib")
     if out.suffix != ".a" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
         raise ArgumentError("--emit-to", str(out), "a name of letters, digits and _ that ends with .a, as lstm64.a")

@@ -1,15 +1,12 @@
 """CUDA source -> cubin or PTX, by nvcc where there is one, otherwise by NVRTC.
 
-``ECORNN_CUDA_COMPILER=nvcc`` or ``nvrtc`` forces one of the two. Neither needs a GPU, and neither is
-ever given ``--use_fast_math``: a schedule that wants a fast approximation says so in its code.
+``ECORNN_CUDA_COMPILER=nvcc`` or ``nvrtc`` forces one of the two. Neither is ever given ``--use_fast_math``: a schedule
+that wants a fast approximation says so in its code.
 
-Source is changed so that nvcc compiles it faster. The few declarations that kernels use stand in place of TVM's first
-lines and CUDA's headers, which take longer to read than most kernels take to compile; NVRTC has them ready. And large
-local arrays become variables: TVM keeps accumulators and fragments in arrays, which end up in registers because every
-index is a constant, but finding that out costs nvcc's optimiser the size of an array times the number of its uses, or
-the square of that number. Of some kernels ptxas then makes code that differs in the order and choice of registers; so
-source that compiles fast is left as it is.
-"""
+Source is changed so that nvcc compiles it faster. Few declarations stand in place of TVM's first lines and CUDA's
+headers, which take longer to read than most kernels to compile. And large local arrays become variables: they end up in
+registers anyway, but finding that out costs nvcc the size of an array times its uses, or their square. Of some kernels
+ptxas then makes other code, so source that compiles fast is left as it is."""
 
 from __future__ import annotations
 
@@ -39,17 +36,9 @@ _NOT_UNDERSTOOD = re.compile(r"\(\d+\): (?:catastrophic )?error|:\d+: fatal erro
 
 
 def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
-    """Machine code for ``arch`` (such as ``sm_90a``) of CUDA C++ ``source``.
-
-    Returns
-    -------
-    cubin : an ELF file that the driver loads
-    resources : kernel symbol -> ``registers`` (a thread), ``stack``, ``spill_stores``,
-        ``spill_loads`` (bytes of a thread) and ``shared`` (static, bytes of a block)
-
-    Source that was compiled before, with the same compiler, comes from the cache. Raises :class:`BuildError` with the
-    compiler's first lines, or with what to install.
-    """
+    """Machine code for ``arch`` (such as ``sm_90a``) of CUDA C++ ``source``, from the cache if possible: the cubin, and
+    by kernel ``registers`` (a thread), ``stack``, ``spill_stores``, ``spill_loads`` (bytes a thread), ``shared``
+    (static, bytes a block). Raises :class:`BuildError` with the compiler's first lines, or with what to install."""
     entry = cache.entry("cubin", (source, arch, identity()),
                         lambda: msgspec.msgpack.encode(_compile(source, arch, "cubin")))
     code, log = msgspec.msgpack.decode(entry, type=tuple[bytes, str])
@@ -155,12 +144,8 @@ _ELSE = re.compile(rf"&\(*({_ARRAY})\b|\b({_ARRAY})\b(?!\[\d+\])")  # an address
 
 
 def short(source: str) -> str | None:
-    """``source`` with :func:`headers` in place of TVM's first lines, to be compiled with ``DEFINES``; None where that
-    may mean something else.
-
-    A type or function that :func:`headers` lacks is for the compiler to find. A condition is not: an undefined name
-    would choose the other branch.
-    """
+    """``source`` with :func:`headers` in place of TVM's first lines, for ``DEFINES``; None where that may mean
+    something else: an undefined name in a condition chooses the other branch, any other the compiler finds."""
     _, end, kernels = source.partition(_TVM_ENDS)
     return headers() + kernels if end and not _DIRECTIVE.search(kernels) else None
 

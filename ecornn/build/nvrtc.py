@@ -19,7 +19,6 @@ _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
 def available() -> bool:
-    """True where NVRTC's bindings are installed."""
     try:
         return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
     except ModuleNotFoundError:

@@ -20,7 +20,6 @@ PURE, READS = 1, 2  # TVM's CallEffectKind: calls that depend on their arguments
 
 
 def simplified(code: Any) -> Any:
-    """``code``, a lowered function, that does the same in fewer words."""
     return code.with_body(_needed(_named(code.body, {}), Counter()))
 
 
@@ -74,8 +73,7 @@ def _may_stand_for(bound: Any) -> bool:
 
 
 def _needed(statement: Any, uses: Counter[Any]) -> Any:
-    """``statement`` without variables and arrays that nothing uses; None where nothing is left. ``uses``: counts of the
-    statements that follow, to which its own are added."""
+    """``statement`` without what nothing uses, or None; ``uses``: counts of what follows, to which it adds its own."""
     import tvm_ffi
     from tvm import tirx
 
@@ -143,7 +141,6 @@ _BEFORE = {"+", "-", "*", "/", "%", "&&", "||", "?", ":", "<", ">", "<=", ">=", 
 
 
 def without_notes(source: str) -> str:
-    """``source`` as it is compiled."""
     return _NOTE.sub("", source)
 
 
@@ -178,7 +175,6 @@ def wrapped(line: str) -> Iterator[str]:
 
 
 def _in_pieces(match: re.Match[str]) -> str:
-    """A string as several that follow each other."""
     return " ".join(f'"{part}"' for part in re.findall(r".{1,80}(?: |$)|\S+ ?", match[1]))
 
 

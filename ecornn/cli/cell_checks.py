@@ -93,8 +93,7 @@ def attempt(function: Callable[[], Outcome]) -> Outcome:
 
 def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int, devices: list[Device],
                told: Callable[[str], None] = lambda _: None) -> Report:
-    """All checks. ``input`` None: another size than H where the cell takes one; ``told`` gets words on what comes
-    next."""
+    """All checks; ``input`` None: another size than H if the cell takes one. ``told`` gets words on what comes next."""
 
     def analysed(size: int) -> Outcome:
         analyse(cell, cell.row_width(size, hidden), hidden)
@@ -125,7 +124,6 @@ class Checks:
         self.identity, self.width, self.derivable = cell.identity(), cell.row_width(input, hidden), False
 
     def work(self, dtype: str, weights: str | None = None, precision: str | None = None) -> Workload:
-        """The workload of the layer in a type."""
         return Workload(self.identity, self.hidden, self.width, self.batch, oracle.STEPS, dtype, weights, precision)
 
     def inputs(self, work: Workload) -> tuple[oracle.Inputs, adjoint_oracle.Upstream]:
@@ -138,7 +136,6 @@ class Checks:
         return given, (dy, dstates)
 
     def derived(self, given: oracle.Inputs, upstream: adjoint_oracle.Upstream) -> Backpropagated:
-        """The gradients that the analysis derives, in float64."""
         backward = adjoint(analyse(self.cell, self.width, self.hidden), self.hidden)
         return carry_out(backward, given.x, given.shaped, given.states, *upstream)
 

@@ -144,7 +144,6 @@ def with_json(function: F) -> F:
 
 
 def as_json(value: Any) -> None:
-    """Prints a result for programs: one object, indented."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
@@ -187,8 +186,7 @@ TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
 
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
-    """A decorator that adds the options of a workload, and with ``target`` --target. ``required``: --cell and --hidden
-    must be given; ``many``: each but the target may be given several times, and the function gets tuples."""
+    """A decorator that adds a workload's options; ``many``: each may be given several times, as a tuple."""
     options = []
     for name, settings in PROPERTIES.items():
         if name in Workload.__struct_fields__:
@@ -206,8 +204,7 @@ def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def folded(paragraph: str, room: int) -> Iterator[str]:
-    """Lines of a paragraph that stands as it is, in ``room`` columns. Lines of text are wrapped; commands, which are
-    indented, go on behind a backslash, so that they can still be pasted, and what they do goes below all of them."""
+    """Lines of a paragraph in ``room`` columns; indented commands go on behind a backslash, to be pasted."""
     lines = paragraph.splitlines()
     below = any(len(line) > room for line in lines if GAP.fullmatch(line))
     for line in lines:

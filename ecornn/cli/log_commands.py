@@ -108,7 +108,6 @@ def best(files: tuple[Path, ...], json: bool) -> None:
 
 
 def fastest(content: Log) -> list[TrialLine]:
-    """The best trial of each workload and device, by the present revisions of schedules."""
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 

@@ -29,9 +29,8 @@ PATIENCE = 20.0  # seconds, with the import of PyTorch
 
 
 class Meter:
-    """Shows on ``console`` how searches go, some of them at the same time; a context manager around them. On a terminal
-    each has a line of the bar, and many layers one for all; elsewhere the latest one has a line of text now and
-    then."""
+    """Shows searches on ``console``, several at the same time: on a terminal a line of the bar for each, or one for
+    many layers; elsewhere a line of text now and then."""
 
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
@@ -70,7 +69,6 @@ class Meter:
                 self.bar.advance(self.all)
 
     def print(self, text: str) -> None:
-        """Prints a line of text."""
         self.clock.said()
         self.console.print(text, highlight=False, markup=False)
 

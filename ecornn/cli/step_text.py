@@ -70,7 +70,6 @@ def what(shape: Sequence[int]) -> str:
 
 
 def wrapped(text: str, depth: int = 1) -> list[str]:
-    """``text`` on lines of 80 columns."""
     indent = "  " * depth
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "    ",
                          break_long_words=False, break_on_hyphens=False)
@@ -119,7 +118,6 @@ class Names:
         return f"{CALLED.get(key, key)}({', '.join(self.text(c) for c in parts)})"
 
     def output(self, graph: StepGraph) -> str:
-        """The names of the values of y."""
         return ", ".join(self.text(v) for v in graph.outputs) if graph.outputs else f"{graph.output}'"
 
     def listed(self, values: Iterable[Var]) -> str:
@@ -147,11 +145,9 @@ class Names:
                                        f"units find the largest of {compared}" if compared else "")))
 
     def multiplied(self, products: Sequence[Product]) -> list[str]:
-        """The products, on one line."""
         return [f"products: {self.listed(p.var for p in products)}"] if products else []
 
     def assigned(self, assigns: Iterable[Assign]) -> Iterator[str]:
-        """Assignments, one a line."""
         return (f"{self.names[a.var]} = {self.text(a.value)}" for a in assigns)
 
     def summed(self, statistics: Iterable[Statistic]) -> Iterator[str]:

@@ -203,8 +203,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
 
 
 def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec], session: Session) -> list[bool]:
-    """Calls ``tune_one`` for each layer, numbered from 1: as many at once as there are servers, but not layers that
-    have a search in common, as those whose backward passes have the same recurrence."""
+    """Calls ``tune_one`` for each layer, from 1: as many at once as servers, but not layers that share a search."""
     count = 1 if session.tracker is None or len(layers) == 1 else min(len(layers), max(1, session.tracker.servers()))
     if count == 1:
         return [tune_one(number, layer) for number, layer in enumerate(layers, 1)]
@@ -228,7 +227,6 @@ def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec]
 
 
 def results(result: Result) -> list[Result]:
-    """The results of a layer's own pass, and of its backward pass, if that was tuned."""
     return [result, *([result.backward] if result.backward is not None else [])]
 
 
@@ -295,8 +293,7 @@ def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The layers of a file, each once: a line has the options of one, or of several; ``#`` begins a comment. Refuses a
-    line of something else, which it names, and a file without layers."""
+    """The layers of a file, each once: a line has options of one or several; ``#`` begins a comment. Refuses others."""
     layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:

@@ -1,10 +1,8 @@
 """A short pass backwards in float64, with the answers that the recurrence of an adjoint must get right.
 
-The inputs of the recurrence are factors that the analysis derives, which is believed only once the gradients of the
-whole layer that follow agree with independent ones: those of the tape of ``numpy_gradients.py`` through the formula in
-NumPy, where the cell has one, else differences of what the interpreter makes of the cell's te graph. Then outputs and
-last states are compared: that sees more than gradients of weights would, in which errors of gates are summed.
-"""
+The analysis derives the inputs of the recurrence. It is believed only where the layer's gradients agree with those of
+``numpy_gradients.py``, or for a cell without a formula with differences of what the interpreter computes. Outputs and
+last states are compared: in gradients of weights errors of gates would be summed."""
 
 from __future__ import annotations
 
@@ -37,15 +35,13 @@ Upstream = tuple[Array, list[Array]]  # gradients of y and of the last states
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
-    """Writes :func:`answers` as .npz, under the names of :func:`ecornn.tune.oracle.write`."""
     save(path, *answers(cell, work, np.random.default_rng(seed)))
 
 
 def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
-    """The answers for a workload that is an adjoint's: ``x`` (T, B, Q, H), the values of each step that it reads, of a
-    forward pass over random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, (B, H) each, in their
-    order; and the layer's weights. Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or
-    its gradients are wrong."""
+    """The answers for an adjoint's workload: ``x`` (T, B, Q, H), the values of each step that it reads, of a random
+    forward pass; its outputs ``y`` (T, B, O, H); states before and after, (B, H) each; and weights. Raises
+    :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong."""
     backward = adjoint(analyse(cell, work.input, work.hidden), work.hidden)
     backward = replace(backward, recurrence=recurrence_graph(backward))
     given = draw(cell, work, rng)

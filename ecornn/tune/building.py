@@ -38,7 +38,6 @@ class Build(msgspec.Struct, frozen=True):
 
 @cache
 def task_of(cell: str, workload: Workload, device: Device) -> Task:
-    """The task, analysed once in each process."""
     loaded = load_cell(cell)
     if loaded.identity() != workload.cell:
         raise ScheduleError(f"{cell} is {loaded.identity()}, not {workload.cell}")

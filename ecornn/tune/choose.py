@@ -48,8 +48,7 @@ def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
 
 
 def searched(workload: Workload, device: Device, name: str | None = None) -> list[AnySchedule]:
-    """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out. Raises
-    :class:`ArgumentError` for a name that is none of these."""
+    """The :func:`candidates` that may serve a workload; :class:`ArgumentError` for a name that is none of these."""
     asked = candidates(device, name)
     able = [s for s in asked if s.backward or not workload.backward]
     if name and asked and not able:
@@ -64,9 +63,8 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[AnySchedule]:
 
 
 def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
-    """The schedules that serve the task, or the one of that name, in no order: what a schedule expects takes a search.
-    Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
-    kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves."""
+    """The schedules that serve the task, unranked, or the named one. Raises :class:`ArgumentError` (unknown name),
+    :class:`DTypeError` (type the device has not), :class:`ScheduleError` (none serves)."""
     asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
@@ -150,9 +148,8 @@ def present(target: str | Device | None) -> Device:
 
 
 def matched(target: str | Device, here: Device) -> Device:
-    """``here``, the device that measures, where ``target`` means it: as it is and not as the largest product of its
-    architecture; with fewer multiprocessors where ``target`` is a device that has fewer: a share of a GPU, as sequences
-    that run at the same time have. Code for a CPU may use fewer of its features; all of its cores measure. Raises
+    """``here``, the device that measures, where ``target`` means it; with ``target``'s multiprocessors, or CPU
+    features, where those are fewer: a share of a GPU, as sequences that run at the same time have. Raises
     :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have."""
     general = GENERAL[here.kind]
     if target == general:
@@ -171,7 +168,6 @@ def matched(target: str | Device, here: Device) -> Device:
 
 
 def told(target: str | Device) -> str:
-    """The name of a target in an error."""
     return target if isinstance(target, str) else f"{target.name} ({target.arch}, {target.cores} cores)"
 
 
@@ -183,7 +179,6 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def environment(device: Device) -> Environment:
-    """The environment of this machine, to measure on ``device``."""
     if device.kind != "cuda":
         return Environment(versions(), Clocks(cpu_clock()))
     software = versions() | {"driver": host_gpu.driver_version() or "none", "cuda": cuda_compiler() or "none"}

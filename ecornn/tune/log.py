@@ -1,9 +1,7 @@
-"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed; folders of them; and one
-run in a log, found again by what it searches, and gone on with, and what it gained.
+"""Tuning logs: files of JSON lines that are only appended to, or compressed; folders of them; and one run in a log.
 
-Compressed files, ``.jsonl.xz`` (as those that ship) and ``.jsonl.gz``, are read wherever a log is, and written whole by
-`ecornn log`; nothing is appended to them, so a search has a plain one.
-"""
+Compressed files (``.jsonl.xz``, as those that ship, and ``.jsonl.gz``) are read wherever a log is; nothing is appended
+to them."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ TrialLine = Placed[Trial]
 
 
 def is_trial(line: Line) -> TypeGuard[TrialLine]:
-    """Tells the lines of trials from those that say when a run started and ended."""
     return isinstance(line.record, Trial)
 
 
@@ -121,11 +118,9 @@ class Log:
     newer: list[bytes] = field(default_factory=list)
 
     def trials(self) -> list[Trial]:
-        """The trials, in order."""
         return [line.record for line in self.lines if isinstance(line.record, Trial)]
 
     def extend(self, other: Log) -> None:
-        """Adds the content of another log."""
         self.lines += other.lines
         self.problems += other.problems
         self.newer += other.newer
@@ -143,9 +138,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, *records: AnyRecord) -> None:
-    """Appends records and returns once they are on the disk. Several processes may append to one file. Raises
-    :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and where
-    another process does not end writing."""
+    """Appends records and returns once they are on the disk; several processes may append to one file. Raises
+    :class:`RecordError` where the file cannot be written, is compressed or locked for long, or would exceed 64 MiB."""
     require_plain(path)
     data = b"".join(encode(record) for record in records)
     try:
@@ -165,9 +159,8 @@ def append(path: Path, *records: AnyRecord) -> None:
 
 
 def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
-    """Replaces the records of a log by those that ``change`` returns for it, in one step: complete or not at all.
-    Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
-    wrote (``newer`` of what ``change`` was given) stay. A file whose name ends with .gz or .xz is compressed. Raises
+    """Replaces the records of a log by those that ``change`` returns for it, completely or not at all; a missing file
+    is an empty log. Lines that a newer program wrote stay; .gz and .xz are compressed; appends wait meanwhile. Raises
     :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB."""
     real = path.resolve()  # of a link, what it points at
     new = real.with_name(f".{real.name[:200]}.{os.getpid()}")
@@ -299,9 +292,8 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, digest: str, resume: bool) -> Journal:
-        """The latest run of that digest; a new one without ``resume``, where there is none, and where no candidate of
-        it ran: a compiler that was missing then may be there now. Raises :class:`~ecornn.errors.RecordError` where the
-        file exists and cannot be read, or has text but no record, and where it is compressed."""
+        """The latest run of that digest; a new one without ``resume``, or where no candidate of it ran: a compiler may
+        be there now. Raises :class:`~ecornn.errors.RecordError` where the file is compressed, unreadable, or no log."""
         require_plain(path)  # before anything is built
         log = read(path) if path.exists() else Log()
         strange = [problem for problem in log.problems if not problem.endswith(TORN)]
@@ -323,8 +315,7 @@ class Journal:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keeps other processes and threads, which would try the same and disturb times, from the run. Raises
-        :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
+        """Keeps others, who would disturb times, from the run; :class:`~ecornn.errors.RecordError` where one has it."""
         from filelock import FileLock, Timeout
 
         real = self.path.resolve()  # of a link, what it points at
@@ -345,14 +336,12 @@ class Journal:
             lock.release()
 
     def take(self, record: AnyRecord) -> None:
-        """Adds a record in memory."""
         if isinstance(record, Trial):
             self.trials.append(record)
         elif isinstance(record, Finish):
             self.finish = record
 
     def add(self, record: AnyRecord) -> None:
-        """Appends a record to the file, and adds it in memory."""
         append(self.path, record)
         self.take(record)
 
@@ -362,7 +351,6 @@ class Journal:
 
     @property
     def search(self) -> list[Trial]:
-        """The trials of the search, without the final comparison."""
         return [t for t in self.trials if t.stage == "search"]
 
     @property
@@ -371,8 +359,7 @@ class Journal:
         return max((t.seconds for t in self.trials), default=0.0)
 
     def finished(self, trials: int, time_limit: float | None, early_stop: bool = False) -> bool:
-        """True where nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds, that may stop
-        early or not. A share of the time is reserved for the comparison at the end, which may need less."""
+        """True where nothing is left to do; part of the time is reserved for the comparison, which may need less."""
         if self.finish is None:
             return False
         reason = self.finish.reason
@@ -403,7 +390,6 @@ def gain_of(run: Journal) -> Gain | None:
 
 
 def words(gain: Gain, default_us: float) -> str:
-    """A gain in words: the ratio where it is known, otherwise its bounds."""
     if gain.settled:
         return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
     said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; times did not settle"

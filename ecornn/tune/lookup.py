@@ -1,11 +1,8 @@
 """Look-up: the record that applies to a task, and why, by the rules of docs/TUNING_LOG_FORMAT.md.
 
 Of the records nearest by device, batch, input and sequence length the configuration that is expected to be fastest is
-used; where none applies, the default that is. A time that no device can have had is not believed. The batch of a record
-is at most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where
-it is twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
-default, the default is used.
-"""
+used, in the form that the schedule gives it for the task's batch, at most a factor ``REACH`` away; else the default. On
+a GPU a configuration of another batch that should take ``OTHER_BATCH`` times as long as the default is not used."""
 
 from __future__ import annotations
 
@@ -72,8 +69,7 @@ class Evidence:
 
 
 def find(task: Task, schedules: Sequence[AnySchedule], log: Log) -> Found:
-    """The configuration of the best record for the task among ``schedules``, else the default that is expected to be
-    fastest. ``log`` has the user's lines first."""
+    """The configuration of the best record for the task, else the best default. ``log`` has the user's lines first."""
     by_name = {s.name: s for s in schedules}
     folders: dict[object, int] = {}  # folder -> its place in the order of reading
     groups: dict[Distance, list[TrialLine]] = {}
@@ -117,9 +113,8 @@ def find(task: Task, schedules: Sequence[AnySchedule], log: Log) -> Found:
 
 
 def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[AnySchedule], task: Task) -> Found | None:
-    """The default of a schedule of which the ``best`` record cannot know, if it is expected to be faster: one for calls
-    of a few steps, where the record is of longer ones, or one that serves the task since a later generation than the
-    record's and was not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
+    """The default of a schedule that the ``best`` record cannot know, if its rank is better: one for a few steps, where
+    the record is of longer calls, or of a later generation than the record's and not ``tried`` then."""
     steps, of = task.workload.seq, best.trial.workload.seq
     rivals = [s for s in schedules if s.name != best.trial.schedule and (
         (steps <= FEW < of and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
@@ -353,5 +348,4 @@ def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Ta
 
 
 def said(ignored: Mapping[str, int]) -> str:
-    """The end of a line on a choice: the records that were ignored."""
     return "".join(f"; {n} ignored, {reason}" for reason, n in ignored.items())

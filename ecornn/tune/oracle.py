@@ -24,7 +24,6 @@ STEPS = 8  # enough to pass through every state buffer and barrier several times
 
 
 def numpy_dtype(dtype: str) -> Any:
-    """The dtype of that name, of NumPy or of ml_dtypes."""
     if hasattr(np, dtype):
         return np.dtype(dtype)
     import ml_dtypes
@@ -33,15 +32,13 @@ def numpy_dtype(dtype: str) -> Any:
 
 
 def rounded(values: Any, dtype: str) -> Any:
-    """Float32 array of ``values`` rounded to ``dtype``."""
     return np.asarray(values, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a layer: ``x`` (T, B, I), with the cell's inputs behind x in its rows; first ``states`` (B, H); and the
-    parameters, ``shaped`` as in te by the cell's names and ``flat`` as a user passes them. All are float32 arrays of
-    values that the layer's type has."""
+    """Inputs of a layer, float32 with values that its type has: ``x`` (T, B, I), the cell's inputs behind it; first
+    ``states`` (B, H); and the parameters, ``shaped`` as in te by the cell's names, ``flat`` as a user passes them."""
 
     x: Array
     states: list[Array]
@@ -85,10 +82,9 @@ def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Genera
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
-    """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
-    there is one, else the cell's te graph as the cell wrote it. Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>``
-    and ``last_<n>`` (B, H) for the n-th state, and ``w:<name>`` for each parameter as a user passes it. Inputs are
-    representable in the workload's dtype; expected outputs are float64."""
+    """Writes inputs, which the dtype has, and float64 outputs as .npz, by nothing that makes kernels: ``x`` (T, B, I),
+    ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th state, ``w:<name>`` for each parameter as a user
+    passes it."""
     given = draw(cell, work, np.random.default_rng(seed))
     y, last = (reference(cell.identity(), given.x, given.flat, given.states) if has_formula(cell) else
                interpret(cell, given.x, given.shaped, given.states))
@@ -96,13 +92,11 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 
 
 def has_formula(cell: Cell) -> bool:
-    """True where NumPy has a formula for the cell, written apart from it."""
     return cell.identity() in REFERENCES | NORMALIZED
 
 
 def save(path: Path, x: Array, y: Array, first: Sequence[Array], last: Sequence[Array],
          flat: Mapping[str, Array]) -> None:
-    """The arrays of :func:`write`."""
     arrays = {"x": x, "y": y}
     arrays.update({f"first_{n}": s for n, s in enumerate(first)})
     arrays.update({f"last_{n}": s for n, s in enumerate(last)})

@@ -1,8 +1,6 @@
-"""The worker processes of a tuning run, builders, and measurers that a candidate may take down; and the candidates of
-one task in them, several at a time.
+"""The processes of a tuning run that build and measure, which a candidate may take down; a task's candidates in them.
 
-The processes start in the background as soon as there is a pool, and stay warm from one workload to the next.
-"""
+They start in the background as soon as there is a pool, and stay warm from one workload to the next."""
 
 from __future__ import annotations
 
@@ -63,15 +61,11 @@ class Entries:
 
 
 class Pool:
-    """Workers with the threads that wait for them: so many ``builders`` (default: one for each processor, at most 16
-    for each measuring process), ``measurers``, more than one only where they measure elsewhere, and ``proposers`` for
-    searches, where several go on at a time; others are for this process.
-
-    local : whether the measuring processes run modules on this machine
-    quiet : whether a build would disturb a measurement, as on a CPU
-    grace : seconds that a measurement elsewhere may take beside its limit
-    poisoned : whether a measurement that fails leaves its process unusable, as on a GPU
-    environment : variables that the measuring processes see besides this process's own"""
+    """Worker processes with the threads that wait for them: ``builders`` (default: one a processor, at most 16 for each
+    measurer), ``measurers``, several only where they measure elsewhere, and ``proposers`` for searches. ``local``:
+    measurers run modules on this machine; ``quiet``: a build would disturb a measurement, as on a CPU; ``grace``:
+    seconds that a measurement elsewhere may take beside its limit; ``poisoned``: one that fails leaves its process
+    unusable, as on a GPU; ``environment``: more variables for the measurers."""
 
     def __init__(self, entries: Entries = Entries(), builders: int | None = None, measurers: int = 1,
                  proposers: int = 0, *, local: bool = True, quiet: bool = False, grace: float = 0.0,
@@ -112,7 +106,6 @@ class Pool:
 
     @contextlib.contextmanager
     def using(self, worker: Worker, owner: object) -> Iterator[None]:
-        """Notes that ``worker`` works for ``owner``."""
         with self.lock:
             self.at_work[worker] = owner
         try:
@@ -122,9 +115,8 @@ class Pool:
                 del self.at_work[worker]
 
     def measure(self, request: Any, kind: type[T], limit: float, owner: object = None) -> T:
-        """Calls ``entries.measure`` in an idle measuring process, decoded as ``kind``. A server elsewhere that goes
-        away costs another try, up to ``LOSSES`` of them. Raises :class:`WorkerError` as ``Worker.call``, and
-        :class:`ServerError` where there was no server for ``ABSENCE`` seconds."""
+        """Calls ``entries.measure`` in an idle measurer. A lost server costs another try, up to ``LOSSES``. Raises
+        :class:`WorkerError` as ``Worker.call``, and :class:`ServerError` after ``ABSENCE`` seconds without a server."""
         losses = 0
         while True:
             worker, rest = self.idle_measurers.get(), 0.0
@@ -189,7 +181,6 @@ class Pool:
 
 def idle_workers(count: int, ready: str, gpu: bool,
                  environment: Mapping[str, str] | None = None) -> tuple[list[Worker], queue.SimpleQueue[Worker]]:
-    """So many workers, and a queue that has all of them."""
     made, idle = [Worker(ready, gpu, environment) for _ in range(count)], queue.SimpleQueue[Worker]()
     for worker in made:
         idle.put(worker)
@@ -209,7 +200,6 @@ class Scratch:
             self.lock.acquire(timeout=0)
 
     def cleanup(self) -> None:
-        """Removes the folder with what is in it."""
         self.lock.release()
         self.folder.cleanup()
 
@@ -225,10 +215,9 @@ class Scratch:
 
 
 class ProcessEvaluator:
-    """Evaluates the candidates of one task in the processes of a pool, which outlive it. ``cell`` is the task's as a
-    spec for ``load_cell``; ``answer`` writes the inputs and expected outputs (``proposing.answers``) to the path it is
-    given, called in a thread, so that builds need not wait for it; ``limit``: seconds that a build, and a measurement,
-    may take; ``seed``: of the timed inputs; ``earlier``: trials of this run, whose code is not measured again."""
+    """Evaluates the candidates of one task in the processes of a pool. ``cell``: a spec for ``load_cell``; ``answer``
+    writes the oracle's answers to a path, in a thread; ``limit``: seconds that a build, and a measurement, may take;
+    ``seed``: of the timed inputs; ``earlier``: trials of this run, whose code is not measured again."""
 
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], object], pool: Pool, *, limit: float,
                  seed: int, earlier: Sequence[Trial] = ()) -> None:
@@ -279,8 +268,7 @@ class ProcessEvaluator:
         return 0 if self.pool.quiet else self.pool.idle_builders.qsize()
 
     def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
-        """Starts to build and measure candidates; where builds disturb measurements the batch is built first.
-        Candidates that are slower than ``bound``, the best so far in µs per step, need no exact time."""
+        """Starts to build and measure; what is slower than ``bound`` (µs per step) needs no exact time."""
         self.bound = bound if self.bound is None else min(self.bound, bound or self.bound)
         self.pending += len(batch)
         with self.lock:

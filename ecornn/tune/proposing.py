@@ -1,7 +1,6 @@
 """The parts of a run beside its candidates, in other processes: its defaults, space, expected outputs and search.
 
-The process that tunes has only one interpreter for several runs at a time, and one search alone takes half of it. So
-processes that build compute what a run needs, and a search has a process of its own where several go on."""
+One interpreter would be too slow for several runs at a time: one search alone takes half of it."""
 
 from __future__ import annotations
 
@@ -63,8 +62,6 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A question for ``count`` candidates."""
-
     count: int
     told: tuple[tuple[Candidate, float | None], ...] = ()  # since the last one; µs per step, None where one failed
     parts: dict[str, tuple[Part, ...]] | None = None  # of the space's scans, once they are needed
@@ -95,7 +92,6 @@ def write_answers(question: Question) -> bool:
 
 
 def answers(pool: Pool, question: Question) -> Callable[[Path], bool]:
-    """A function that writes inputs and expected outputs to the path that it is given."""
     return lambda path: built(pool, write_answers, msgspec.structs.replace(question, out=str(path)), bool)
 
 
@@ -137,7 +133,6 @@ def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[
 
 
 def joined(space: ConfigSpace, parts: Parts) -> dict[str, Scan]:
-    """The result of ``space.scan``, from the parts of :func:`scan_parts`."""
     return {name: space.join(name, [(whole, array("q", numbers)) for whole, numbers in each])
             for name, each in parts.items()}
 
@@ -226,12 +221,10 @@ def begin(origin: Origin) -> list[Candidate]:
 
 
 def propose(ask: Ask) -> list[Candidate]:
-    """Proposes candidates."""
     return learnt(ask).ask(ask.count)
 
 
 def prepare(ask: Ask) -> bool:
-    """Does what the first ranking needs."""
     learnt(ask).prepare()
     return True
 

@@ -1,8 +1,6 @@
-"""One line of a tuning log, a run's start, one trial, or a run's finish; and the tolerance within which a time counts.
+"""One line of a tuning log, as docs/TUNING_LOG_FORMAT.md specifies; and the tolerance within which a time counts.
 
-The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly (unknown fields, other
-types and absurd sizes are refused) and never executed.
-"""
+Lines are data: decoded strictly (unknown fields, other types and absurd sizes are refused), never executed."""
 
 from __future__ import annotations
 
@@ -72,8 +70,6 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A schedule with its knobs."""
-
     schedule: Name
     config: Knobs
 
@@ -100,10 +96,9 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
 
 
 class Trial(Record, frozen=True, kw_only=True, tag="trial"):
-    """One configuration, built and measured; or why it was not. ``stage`` is ``search``, or ``final`` where the best
-    were measured again, taking turns. ``check`` is the relative error against float64, ||out - ref|| / ||ref||;
-    ``source`` the digest of the generated code; ``seconds`` the run's wall time so far. A trial with ``error`` has no
-    ``times``. ``noisy``: the device did not hold still, so that the median is not known to ``timing.TIGHT``."""
+    """One configuration, built and measured; or why it was not. ``stage``: ``search``, or ``final``, measured again in
+    turns. ``check``: ||out - ref|| / ||ref|| against float64; ``source``: digest of the code; ``seconds``: the run's
+    wall time so far; ``noisy``: the median is not known to ``timing.TIGHT``."""
 
     index: Count
     stage: Name
@@ -131,7 +126,6 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
 
     @property
     def choice(self) -> Choice:
-        """The schedule and configuration that was tried."""
         return Choice(self.schedule, self.config)
 
 
@@ -146,13 +140,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, trial: Trial) -> Outcome:
-        """The result that a trial records."""
         return cls(*(getattr(trial, name) for name in cls.__struct_fields__))
 
 
 class Finish(Record, frozen=True, kw_only=True, tag="finish"):
-    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or ``converged`` (more
-    trials were unlikely to help)."""
+    """The end of a run. ``reason``: all ``trials`` made, all of ``space`` tried, ``time`` is up, or ``converged``."""
 
     reason: Reason
     trials: Count
@@ -179,7 +171,6 @@ _decoder: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 
 
 def now() -> str:
-    """The time, UTC, to the second."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

@@ -1,9 +1,7 @@
 """Measuring on servers that a TVM RPC tracker knows: the tuner's side, and the server for tuners elsewhere.
 
-Each measuring process of the pool holds a session with one server. A server that goes away costs the trial under way
-another try elsewhere, and nothing else. TVM's server takes files and calls from whoever reaches its port: that is
-remote execution, by design. So it listens on this machine alone unless told otherwise.
-"""
+Each measuring process of the pool holds a session with one server. TVM's server takes files and calls from whoever
+reaches its port: remote execution, by design. So it listens on this machine alone unless told otherwise."""
 
 from __future__ import annotations
 
@@ -154,8 +152,7 @@ def ready(_: None) -> bool:
 
 
 def measure(request: Measure) -> list[Outcome]:
-    """Checks and times modules on the server that this process has a session with, or gets one. Raises
-    :class:`NoServer` and :class:`LostServer`; else as ``timing.measure``."""
+    """Does on a server what ``timing.measure`` does. Raises :class:`NoServer` and :class:`LostServer`, too."""
     connection = connected()
     try:
         return connection.measure(request)
@@ -168,7 +165,6 @@ def measure(request: Measure) -> list[Outcome]:
 
 @cache
 def connected() -> Connection:
-    """This process's connection with a server of the tracker that its environment names."""
     host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
     return Connection(Tracker(host, port, key), device)
 
@@ -218,8 +214,6 @@ def _describe(session: Any) -> Description:
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The device and the software that a server measures with."""
-
     device: Device
     environment: Environment
 
@@ -232,7 +226,6 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_loopback(host: str) -> bool:
-    """True for this machine's own address."""
     return host in LOOPBACK
 
 

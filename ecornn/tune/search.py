@@ -1,12 +1,8 @@
 """The search, which says what candidates to try next, and the cost model that ranks them by throughput.
 
-This is AutoTVM's method: a config space of named knobs, gradient-boosted trees that rank it, batches of what they rank
-highest with some random picks. AutoTVM itself has left TVM. Where it anneals over the model's score, here a sample of
-the space is scored whole, with features that are computed once, and climbed from.
-
-Where schedules estimate how long a candidate takes, the trees start from that order and learn where it is wrong, which
-is the same for many workloads; from nothing they would have to learn anew in each what is fast.
-"""
+The method is AutoTVM's: gradient-boosted trees rank a space of named knobs; batches hold what they rank highest, and
+random picks. Instead of annealing, a sample of the space is scored whole and climbed from. Where schedules estimate
+times, the trees start from that order and learn where it is wrong, which is the same for many workloads."""
 
 from __future__ import annotations
 
@@ -131,7 +127,6 @@ class CostModel:
 
     @property
     def trained(self) -> bool:
-        """True once scores are more than estimates."""
         return self._booster is not None
 
     def table(self, rows: Sequence[dict[str, float]]) -> Table:
@@ -145,7 +140,6 @@ class CostModel:
 
     @property
     def width(self) -> int:
-        """Number of features that the model knows of."""
         return len(self.columns)
 
     def score(self, table: Table) -> list[float]:
@@ -167,10 +161,9 @@ class CostModel:
 
 
 class Search:
-    """Proposes batches; learns from what they cost. ``seed`` makes the proposals repeatable: they depend on it and on
-    the samples told so far. ``known`` are candidates worth a trial at once, such as the best of another GPU; with
-    ``defaults`` those of the schedules come before them, or where candidates have estimates only the preferred one, and
-    what seems fastest near all of these. ``lent`` are worth a look: the model ranks them beside those of the space."""
+    """Proposes batches, repeatably by ``seed`` and the samples told so far. ``known`` are worth a trial at once; with
+    ``defaults`` those of the schedules (the preferred one where there are estimates) and what seems fastest near all of
+    these come first. ``lent`` are only ranked, beside the space."""
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int,
                  known: Sequence[Candidate] = (), lent: Sequence[Candidate] = (), defaults: bool = True) -> None:
@@ -194,15 +187,13 @@ class Search:
         self.model.add("", self.row(candidate), time)  # "": the group of this run
 
     def row(self, candidate: Candidate) -> dict[str, float]:
-        """The candidate's features."""
         if candidate not in self._rows:
             schedule = self.space.schedules[candidate.schedule]
             self._rows[candidate] = features(schedule, self.space.task, candidate)
         return self._rows[candidate]
 
     def ask(self, count: int) -> list[Candidate]:
-        """Up to ``count`` new candidates, [] where the space has none: those that were chosen when the search began,
-        then what the model ranks highest, mixed with random picks."""
+        """Up to ``count`` new candidates: those chosen at the beginning, then the highest ranked with random picks."""
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)
@@ -254,7 +245,6 @@ class Search:
         return drawn
 
     def walk(self, rng: random.Random, one: Candidate, steps: int) -> Candidate:
-        """A candidate up to ``steps`` knobs away."""
         for _ in range(rng.randint(1, steps)):
             one = self.space.neighbour(one, rng) or one
         return one
@@ -281,7 +271,6 @@ class Search:
                 seen[candidate] += rng.gauss(0.0, TRUST * DOUBT)
 
     def look(self, candidates: Iterable[Candidate | None], seen: dict[Candidate, float]) -> list[Candidate]:
-        """Scores those that were not ``seen``, adds and returns them."""
         new = [c for c in dict.fromkeys(candidates) if c is not None and c not in seen]
         if new:
             seen.update(zip(new, self.model.score(self.model.table([self.row(c) for c in new])), strict=True))
@@ -303,7 +292,6 @@ class Search:
             points = self.top(((c, seen[c]) for c in dict.fromkeys([*points, *new]) if c in seen), CLIMBERS)
 
     def table(self) -> Any:
-        """The features of the listed candidates, as the model takes them."""
         if self._table is None or self._table[0] != self.model.width:
             self._table = self.model.width, self.model.table([self.row(c) for c in self.listed])
         return self._table[1]

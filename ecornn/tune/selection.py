@@ -1,5 +1,4 @@
-"""The lines of logs that are worth showing, sharing and keeping; several logs as one; and a check that records still
-hold: some of them are built and measured again on the device at hand."""
+"""Lines of logs worth showing, sharing and keeping; several logs as one; a check that records still hold here."""
 
 from __future__ import annotations
 
@@ -50,7 +49,6 @@ def best_lines(log: Log, revisions: Mapping[str, int]) -> list[TrialLine]:
 
 def evidence(candidates: Mapping[Candidate, Sequence[TrialLine]],
              revisions: Mapping[str, int]) -> dict[Candidate, Evidence]:
-    """The best evidence of each configuration for one workload and device."""
     drifts = drift([line for same in candidates.values() for line in same])
     return {c: best_evidence(same, revisions.get(c.schedule), drifts) for c, same in candidates.items()}
 
@@ -89,8 +87,7 @@ def before(name: str) -> dict[str, Value]:
 
 
 def under_way(lines: Sequence[Line]) -> set[str]:
-    """The runs with a start and no finish that knows all their trials: a finished run goes on where it gets more trials
-    or time. Trials without a start are what `export --best` took of their run."""
+    """The runs with a start and no finish that knows all their trials: a finished run may get more trials or time."""
     started: set[str] = set()
     finishes: dict[str, list[Finish]] = {}
     trials: dict[str, list[Trial]] = {}
@@ -142,14 +139,12 @@ class Merged:
 
     @property
     def records(self) -> list[AnyRecord]:
-        """The records of the lines."""
         return [line.record for line in self.lines]
 
 
 def merge(lines: Iterable[Line]) -> Merged:
-    """The union of the lines, run by run. Two lines conflict that are the same event with different results: an edited
-    or damaged copy. Of these the one that promises less is kept: a failure before a time, a longer time before a
-    shorter. So merging is commutative, associative and idempotent."""
+    """The union of the lines, run by run. Of two lines for the same event the one that promises less is kept: a
+    failure, or the longer time. So merging is commutative, associative and idempotent."""
     events: dict[bytes, Line] = {}
     merged = Merged()
     for line in lines:
@@ -207,8 +202,7 @@ class Check:
 
 
 def sample(lines: Sequence[TrialLine], device: Device, count: int, seed: int) -> tuple[list[TrialLine], dict[str, int]]:
-    """Up to ``count`` records that can be measured on the device, drawn at random, and the number of those left out for
-    each reason: all that are of something else, and of the others those that were drawn."""
+    """Up to ``count`` records that the device can measure, drawn at random, and the number left out for each reason."""
     left: Counter[str] = Counter()
     fit: list[TrialLine] = []
     for line in random.Random(seed).sample(lines, len(lines)):

@@ -29,12 +29,10 @@ class Candidate(NamedTuple):
 
     @classmethod
     def of(cls, schedule: str, config: Config) -> Candidate:
-        """The candidate of a configuration, whatever the order of its knobs."""
         return cls(schedule, tuple(sorted(config.items())))
 
     @property
     def config(self) -> dict[str, Value]:
-        """Knob -> value."""
         return dict(self.knobs)
 
 
@@ -68,15 +66,11 @@ def halving(rng: random.Random, names: Sequence[str]) -> str:
 class ConfigSpace:
     """The union of the schedules' knob products, filtered by ``check``.
 
-    A combination is a number, the position in the product of its schedule's knobs. Of each schedule the numbers that
-    fit are kept; where there are too many to ask for all, those of a random sample. Few combinations of a tight
-    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule. What ``check``
-    says depends on the knobs that it reads and no other, so one answer settles all combinations that agree in these
-    (conflict-directed backjumping).
-
-    ``defaults``: those of the schedules, in their order, where they are known already. ``scans`` may be set to a
-    function that has others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
-    """
+    A combination is a number, its position in the product. Those that fit are kept, or of too many a random sample: in
+    a tight schedule one in a thousand fits, so drawing until one does would hardly ever propose it. ``check`` depends
+    on the knobs that it reads alone, so one answer settles all combinations that agree in these (conflict-directed
+    backjumping). ``defaults``: those of the schedules, in order, if known. ``scans`` may be set to a function that has
+    others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules."""
 
     def __init__(self, task: Task, schedules: Sequence[AnySchedule],
                  defaults: Sequence[Candidate] | None = None) -> None:
@@ -99,22 +93,18 @@ class ConfigSpace:
 
     @cached_property
     def drawable(self) -> list[str]:
-        """The schedules of which something fits, preferred ones first."""
         return [name for name, numbers in self.fitting.items() if numbers]
 
     def __len__(self) -> int:
-        """Number of candidates to choose from."""
         return sum(len(numbers) for numbers in self.fitting.values())
 
     def combinations(self) -> int:
-        """Number of combinations of knobs, before ``check``."""
         return sum(self.size(name) for name in self.schedules)
 
     def size(self, schedule: str) -> int:
         return math.prod(len(k.values) for k in self.knobs[schedule])
 
     def scan(self) -> dict[str, Scan]:
-        """Numbers of the combinations that fit, of each schedule."""
         return {name: self.join(name, [self.scan_part(name, part) for part in range(PARTS)]) for name in self.schedules}
 
     def join(self, schedule: str, parts: Sequence[Scan]) -> Scan:
@@ -183,7 +173,6 @@ class ConfigSpace:
         return None
 
     def config(self, schedule: str, number: int) -> dict[str, Value]:
-        """The combination of that number."""
         config = {}
         for knob in self.knobs[schedule]:
             number, place = divmod(number, len(knob.values))
@@ -191,7 +180,6 @@ class ConfigSpace:
         return config
 
     def fits(self, candidate: Candidate) -> bool:
-        """True where the schedule's ``check`` accepts the candidate."""
         return self.schedules[candidate.schedule].check(self.task, candidate.config) is None
 
     def defaults(self) -> list[Candidate]:
@@ -211,7 +199,6 @@ class ConfigSpace:
         return drawn
 
     def listing(self) -> Iterator[Candidate]:
-        """Every candidate, lazily."""
         for name, numbers in self.fitting.items():
             for number in numbers:
                 yield Candidate.of(name, self.config(name, number))

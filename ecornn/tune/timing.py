@@ -1,5 +1,4 @@
-"""Checking and timing layers: several at once, taking turns, so that a drifting clock is fair to all; the arrays they
-run on; and what a process that may crash or be killed does with modules."""
+"""Checking layers and timing them in turns, so that a drifting clock is fair to all; arrays that they run on."""
 
 from __future__ import annotations
 
@@ -57,16 +56,14 @@ class Contestant:
 
 
 def wall_clock(run: Run) -> float:
-    """Seconds of one synchronous run."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
 def event_clock(run: Run) -> float:
-    """Seconds of one run on torch's current CUDA stream, between events. Where the host may have been what took long,
-    the time is that of a second run, all of which is asked for while the GPU still waits: the time is the GPU's alone,
-    as in a CUDA graph."""
+    """Seconds of one run on torch's current CUDA stream, between events; where the host may have been what took long,
+    of a second run that is queued while the GPU waits: the GPU's alone, as in a CUDA graph."""
     taken, asked = between_events(run, 0)
     return taken if taken > ASKED * asked or asked > LONG else between_events(run, int(asked * CYCLES))[0]
 
@@ -98,8 +95,7 @@ def several(run: Callable[[], T], count: int) -> Callable[[], T]:
 
 
 def bounds(times: Sequence[float]) -> tuple[float, float]:
-    """The 95% confidence interval of the median, from order statistics (the binomial's normal approximation), so
-    whatever the distribution. Fewer than six times have no such interval: their least and greatest."""
+    """The median's 95% confidence interval by order statistics; of fewer than six times the least and greatest."""
     ordered, n = sorted(times), len(times)
     reach = 0.98 * n ** 0.5 if n >= 6 else n
     return ordered[max(0, int((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
@@ -124,10 +120,9 @@ def settled(times: Sequence[float]) -> bool:
 
 def race(contestants: Sequence[Contestant], bound: float | None = None, fewest: int = FEWEST,
          seconds: float | None = None) -> list[list[float]]:
-    """Seconds of one run, several samples of each contestant, after a warm-up, taking turns. Where the device does not
-    hold still there are more; whether the median is known then is for :func:`settled` to say. A contestant whose
-    warm-up is ``HOPELESS`` beside ``bound`` seconds keeps that one time. Once ``seconds`` are over, no more than
-    ``FEWEST`` of each are taken."""
+    """Seconds of one run, several samples of each contestant, in turns after a warm-up; more where they do not settle.
+    One whose warm-up is ``HOPELESS`` beside ``bound`` seconds keeps that time. After ``seconds`` no more than
+    ``FEWEST`` are taken."""
     def behind(of: Sequence[float]) -> bool:  # too slow for its exact time to matter
         return bound is not None and len(of) >= fewest and min(of) > BEHIND * bound
 
@@ -165,7 +160,6 @@ class Arrays:
         self.dtype: Any = numpy_dtype(dtype)
 
     def put(self, values: Any) -> Any:
-        """An array of the values."""
         return np.ascontiguousarray(np.asarray(values).astype(self.dtype))
 
     def weight(self, values: Any) -> Any:
@@ -173,7 +167,6 @@ class Arrays:
         return values
 
     def poison(self, shape: tuple[int, ...]) -> Any:
-        """An array of NaN."""
         return self.put(np.full(shape, np.nan, np.float32))
 
     def cycled(self, values: Any, length: int) -> Any:
@@ -186,7 +179,6 @@ class Arrays:
         return np.asarray(array).astype(np.float64)
 
     def clock(self, run: Run) -> float:
-        """Seconds of ``run``."""
         return wall_clock(run)
 
 
@@ -219,8 +211,7 @@ class TorchArrays(Arrays):
 
 
 class DeviceArrays(Arrays):
-    """The module's own device memory, where there is no torch, timed by the wall clock around runs on the default
-    stream and a synchronisation, which short runs share."""
+    """The module's own device memory, where there is no torch; the wall clock times runs and a synchronisation."""
 
     def __init__(self, dtype: str, module: Module) -> None:
         super().__init__(dtype)
@@ -245,7 +236,6 @@ class DeviceArrays(Arrays):
 
 @cache
 def torch_sees_gpu() -> bool:
-    """True where torch is installed and can use a GPU."""
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -291,20 +281,17 @@ def ready(_: None) -> bool:
 # What all candidates of a workload share, kept from one to the next.
 @lru_cache(maxsize=KEPT)
 def answers_of(path: str) -> dict[str, Any]:
-    """The arrays of ``oracle.write``."""
     with np.load(path, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
 @lru_cache(maxsize=KEPT)
 def weights_of(path: str, memory: Any) -> dict[str, Any]:
-    """The weights of ``oracle.write``, to bind."""
     return {n[2:]: memory.weight(values) for n, values in answers_of(path).items() if n.startswith("w:")}
 
 
 @lru_cache(maxsize=KEPT)
 def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
-    """Random x to time with."""
     # Float32 from the start: half the bytes of the default.
     return memory.put(np.random.default_rng(seed).random(shape, np.float32) * 2 - 1)
 

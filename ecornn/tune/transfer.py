@@ -96,8 +96,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedu
 
 
 def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
-    """True where the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search
-    for something that fits, which a trial at its present revision has found; ``served`` keeps the answers."""
+    """True where the schedule can still do what the trial did; ``served`` keeps answers, which may take a search."""
     if trial.revision == schedule.revision and listed(config, schedule.knobs(task)):
         return schedule.check(task, config) is None
     if schedule.name not in served:
@@ -106,9 +105,8 @@ def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, serv
 
 
 def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
-    """The fastest configurations that any record of this workload has, of whatever T and revision, those of this GPU
-    first, then of one like it; those of larger inputs last. They prove nothing here, but are worth a trial each.
-    Whether a configuration fits is for the config space to say."""
+    """The fastest configurations of this workload at any T and revision, those of this GPU first; larger inputs last.
+    They prove nothing here, and may not fit."""
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}
@@ -149,9 +147,8 @@ def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Can
 
 
 def lent(task: Task, log: Log) -> tuple[str, Log] | None:
-    """The built-in cell that has as many states and the same recurrent products, and its trials as trials of the task's
-    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places. Of
-    several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``."""
+    """The built-in cell with as many states and the same recurrent products, and its trials as the task's cell's. None
+    where the log has times of that itself, or with statistics. Of several the one of which this is a variant."""
     work, trials = task.workload, defaultdict[str, list[TrialLine]](list)
     for line in filter(is_trial, log.lines):
         trials[line.record.workload.cell].append(line)
@@ -179,13 +176,11 @@ def products(graph: StepGraph) -> tuple[object, ...]:
 
 @cache
 def products_of(name: str) -> tuple[object, ...] | None:
-    """The :func:`products` of a built-in cell; None for another."""
     cell = built_in(name)
     return None if cell is None else products(analyse(cell, 8, 8))
 
 
 def built_in(name: str) -> Cell | None:
-    """The built-in cell of that name; None where there is none."""
     try:
         return get(name)
     except ArgumentError:

@@ -100,9 +100,8 @@ class Tuner:
         return min((one for one in (pace, self.for_search()) if one is not None), default=None)
 
     def loop(self) -> Reason:
-        """Searches; returns why it ended. New candidates are proposed before the last are done, so that no process
-        waits for another; no more than ``AHEAD`` of all, so that most are proposed with something learnt. What is
-        pending at the end is given up."""
+        """Searches; returns why it ended. Up to ``AHEAD`` of all trials are proposed before the last are done, so that
+        no process waits and most are proposed with something learnt. What is pending at the end is given up."""
         given = prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
         ahead = self.evaluator.spare if given else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
         default, known, began = self.space.defaults()[0], len(self.search.tried), time.monotonic()
@@ -138,9 +137,8 @@ class Tuner:
                                  self.expected(len(self.search.tried) - known, time.monotonic() - began)))
 
     def batch(self, ahead: int) -> int:
-        """The number of candidates to propose next. Where builds go on beside measurements, candidates that are known
-        beforehand are built first, alone: drawing takes a scan of the space. Where a batch is built before any of it is
-        measured, the default comes first and alone, so that its time is seen soon."""
+        """The number of candidates to propose next. Beside measurements known ones are built first, since drawing takes
+        a scan of the space; otherwise the default, alone, so that its time is seen soon."""
         if ahead:
             return self.search.waiting() or self.settings.batch
         return self.settings.batch if self.search.tried else 1
@@ -154,7 +152,6 @@ class Tuner:
             self.best, self.best_us = candidate, us
 
     def record(self, candidate: Candidate, outcome: Outcome, stage: str) -> Trial:
-        """Writes a trial to the log."""
         trial = Trial(
             run=self.journal.run, index=len(self.journal.trials), stage=stage, workload=self.task.workload,
             device=self.task.device, schedule=candidate.schedule, config=candidate.config, seed=self.settings.seed,
@@ -195,5 +192,4 @@ def stop_after() -> int:
 
 
 def choice(candidate: Candidate | None) -> Choice | None:
-    """The choice of a candidate, as records have it."""
     return Choice(candidate.schedule, candidate.config) if candidate else None
