@@ -234,8 +234,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
     ``DeviceError`` where the target is not at hand, ``CellError`` for a cell that cannot be
     analysed, ``ScheduleError`` where no schedule serves the layer or the configuration cannot run,
-    ``BuildError`` where a compiler is missing or fails.
-    """
+    ``BuildError`` where a compiler is missing or fails."""
     layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
                       layers, bidirectional, lengths, resets, reverse, sequences, training, keep)
     return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)

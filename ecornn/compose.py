@@ -6,8 +6,7 @@ run at the same time.
 
 A chunk of time is a call of the same kernels with fewer steps: on the rows of x, y and the masks from its first step
 on, and from the states that the chunk before it left where the call's final states belong. So T stays free, and a call
-that is too short for two chunks runs one layer after the other.
-"""
+that is too short for two chunks runs one layer after the other."""
 
 from __future__ import annotations
 

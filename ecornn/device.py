@@ -68,8 +68,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Two multiprocessors that are neighbours can be one, a larger cluster is on one GPC. As
         cudaOccupancyMaxActiveClusters says, an H100 has seven of 16 multiprocessors or more and one of at least 8 (30
         clusters of 4, 15 of 8, 7 of 12 and 16); which have more differs from chip to chip. Another number of
-        multiprocessors, or a share of them, has as many in proportion.
-        """
+        multiprocessors, or a share of them, has as many in proportion."""
         if not self.can.bulk_copies or not 1 <= blocks <= self.can.cluster:
             return 0
         return self.cores // blocks if blocks <= 2 else (7 * (16 // blocks) + 8 // blocks) * self.cores // 132

@@ -3,8 +3,7 @@
 A folder goes with a program that PyTorch saved, which so runs where there is no compiler. ``ECORNN_MODULES`` names it,
 or several with colons between them; a module of a folder is found by its manifest. An entry of the cache is found by
 all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of ecornn, its
-dependencies and compilers.
-"""
+dependencies and compilers."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def save_modules(folder: str | os.PathLike[str]) -> list[Path]:
     ``ECORNN_MODULES=folder``. They are named after their content, so that several programs may share a folder.
 
     Raises OSError where the folder cannot be written, and :class:`~ecornn.errors.ModuleError` where nothing has been
-    used yet: call the model first, or :func:`ecornn.torch.prepare`.
-    """
+    used yet: call the model first, or :func:`ecornn.torch.prepare`."""
     if not _had:
         raise ModuleError("no compiled layer has been called in this process: there is nothing to save")
     place, saved = Path(folder), []

@@ -307,8 +307,7 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
     ArgumentError : a cell that is not one of these, or a length that is not from 0 to T
     WeightsError : a weight is missing, or one is too many
     ShapeError : a shape does not fit the others
-    CellError : a Cell's step uses what NumPy has no reference for
-    """
+    CellError : a Cell's step uses what NumPy has no reference for"""
     formula = formula_of(cell) if isinstance(cell, str) else formula_of_cell(cell, x, weights, state)
     call = checked(formula, x, weights, state, lengths, resets)
     y, last = run(call)

@@ -9,8 +9,7 @@ of time, each layer a chunk behind the one before it. K chunks through n layers 
 more chunks fill the GPU sooner, but each has its launches. Layers that read rows from the end have no chunks.
 
 A sequence is planned for its share as if that were a GPU of its own, so that all cooperative grids are on the chip at
-once. Records count for a share if no more multiprocessors measured them.
-"""
+once. Records count for a share if no more multiprocessors measured them."""
 
 from __future__ import annotations
 

@@ -107,8 +107,7 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or
     below the mean magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows
     as ``split`` has them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one
-    with the opposite sign.
-    """
+    with the opposite sign."""
 
     sources: tuple[Source, ...]
     pad: tuple[int, ...]
@@ -167,8 +166,7 @@ class Launch:
     scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry that takes
     ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32. ``early``: it may
     begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel itself waits for
-    the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
-    """
+    the end (``griddepcontrol``) before it reads what launches write, or writes what they use."""
 
     function: str
     grid: int

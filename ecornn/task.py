@@ -65,8 +65,7 @@ def make_program(schedule: Schedule, task: Task, config: Config,
     ``overlap`` : of its stack
 
     Raises :class:`~ecornn.errors.CellError` where the cell's step has more operators behind one another than Python's
-    stack has room for.
-    """
+    stack has room for."""
     from ecornn.analysis.graph import stack_for
 
     with stack_for(task.workload.cell):

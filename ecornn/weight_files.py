@@ -27,8 +27,7 @@ def read_layer(path: str | os.PathLike[str], prefix: str = "") -> dict[str, Any]
     ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a checkpoint with more than a
     model's tensors these are looked for under :data:`PLACES`, or the only key that has some; those under other keys
     have names that begin with these, as ``ema.encoder.weight_hh_l0``. Raises :class:`ArgumentError` for another kind
-    of file, or one that cannot be read, :class:`WeightsError` where no name begins with ``prefix``.
-    """
+    of file, or one that cannot be read, :class:`WeightsError` where no name begins with ``prefix``."""
     file = Path(path)
     if not file.is_file():
         raise ArgumentError("weights", str(path), "a file that exists")

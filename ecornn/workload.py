@@ -35,8 +35,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``weights``: None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or
     ``int16``, by the largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16
     and bfloat16: ``int8``, of recurrent matrices alone. ``precision``: None, or ``tf32``: the factors of float32
-    products are rounded to TF32 (10 bits of mantissa), sums stay float32 (CUDA).
-    """
+    products are rounded to TF32 (10 bits of mantissa), sums stay float32 (CUDA)."""
 
     cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]  # its name; of a user's cell name@digest
     hidden: int  # H; sizes are 1 at least
@@ -102,8 +101,7 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state is therefore cleared after step t. ``sequences``: ``sequences[t, b]`` is the number of the sequence that
     column b of the batch works on at step t, or -1; states are by sequence. ``backward``: the sequence is the
     recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs`` in place of y, and its states
-    are cleared wherever the layer's were, also behind its last step.
-    """
+    are cleared wherever the layer's were, also behind its last step."""
 
     reverse: bool = False  # goes from the last step to the first, and writes y where it reads x
     directions: int = 1  # rows of y hold this many sequences side by side; a reverse one has the second place

@@ -8,8 +8,7 @@ Where the forward step exchanges what states alone determine, the adjoint is rot
 gradients of the first products of the step that follows in time, so that it begins with an exchange and has as many as
 the forward step. Its first values are zeros, and ``finish`` is what remains after its last step. Gradients of states
 that go around the exchange are states of their own; they begin with the gradients of the final states. Other steps
-are not rotated: the adjoint computes what it exchanges.
-"""
+are not rotated: the adjoint computes what it exchanges."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ def adjoint(forward: StepGraph, hidden: int, starts_anew: bool = False) -> Adjoi
     """The adjoint of the step of a cell with H = ``hidden``.
 
     ``starts_anew``: states may become zeros between steps, and those of the adjoint with them. What a rotated one has
-    left of sums would be lost there; it is not rotated then.
-    """
+    left of sums would be lost there; it is not rotated then."""
     rotated = rotates(forward)
     result = _Builder(forward, hidden, rotated).run()
     return _Builder(forward, hidden, False).run() if rotated and starts_anew and result.finish.sums else result
@@ -278,8 +276,7 @@ class _Parts:
 
     ``factors``: assignments that gradients are multiplied by, of forward variables alone; ``assigns``: those of
     gradients, with the ``level`` of each; ``exchanges``: level -> the exchange before its assignments, a phase without
-    these.
-    """
+    these."""
 
     def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],
                  level: Mapping[Var, int], exchanges: Mapping[int, Phase]) -> None:

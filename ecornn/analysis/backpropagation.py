@@ -142,8 +142,7 @@ def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], state
 
     Returns
     -------
-    dx (T, B, I), gradients of all parameters, gradients of the first states; float64
-    """
+    dx (T, B, I), gradients of all parameters, gradients of the first states; float64"""
     result = carry_out(adjoint, x, parameters, states, dy, dstates, keep)
     return result.dx, result.parameters, result.states
 

@@ -152,8 +152,7 @@ class Lines:
 
     It is a profiler of this thread, since tensor expressions keep no trace of their source. Where another profiler is
     at work nothing is noted: one of C, as ``cProfile``, could not be set again. Built-in cells are looked through as
-    TVM is.
-    """
+    TVM is."""
 
     def __init__(self) -> None:
         import tvm

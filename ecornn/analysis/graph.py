@@ -3,8 +3,7 @@
 Pointwise tensors are inlined into scalars of one (b, j); reductions are recognised as products
 with a weight, or as statistics of a batch row (``row_reductions.py``). Sums are regrouped by level, so that
 biases are added once and input terms are added outside the recurrence; the order within a level stays
-the cell's.
-"""
+the cell's."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGra
     """The step graph of ``cell`` for H = ``hidden`` and rows of ``input`` values: the I of x, and H of each of the
     cell's inputs. ``sums``: True makes one of products that are only added up.
 
-    Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
-    """
+    Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled."""
     with stack_for(cell.name):
         graph = _Walk(cell, input, hidden).run()
         return summed(graph) if sums else graph

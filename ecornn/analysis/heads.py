@@ -3,8 +3,7 @@
     product[b, j] = sum_k operand[b, head * K + k] * parameter[gate, j, k],    head = j // K,  K = H / heads
 
 Units of a head see each other, and no others. A phase has products of one number of heads, so that schedules lay out
-and exchange the same for all of them.
-"""
+and exchange the same for all of them."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
     """The number of heads of a product; 0 where it is no product.
 
     It reads its operand, of ``hidden`` values, at ``place``, and a parameter, whose rows have ``own`` values, at [j,
-    k].
-    """
+    k]."""
     from tvm import sym, tirx
 
     if hasattr(place, "same_as") and place.same_as(k):

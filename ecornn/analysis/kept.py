@@ -5,8 +5,7 @@ product over time and batch, since what it multiplies is known; so ``states`` ke
 values besides from which scalars and statistics give everything else.
 
 Products and statistics that only the outputs of a step need: of ``y = C h' + D x`` the loop writes h' alone, and one
-product over all rows follows it.
-"""
+product over all rows follows it."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Schedules write an operator as TVM does, unless they have something better under
 A derivative takes an expression, variables or constants for its operands, and one for its result. Where there is none
 they agree with PyTorch: that of ``|x|`` is 0 at 0; that of a bound is 1 where it is met (``torch.clamp``), but that of
 ``max(x, 0)`` is 0 at 0 (``torch.relu``), unless x is itself bounded from above, or :func:`smooth`; two values that are
-equal share that of their maximum (``torch.maximum``); steps such as ``floor`` and comparisons have 0.
-"""
+equal share that of their maximum (``torch.maximum``); steps such as ``floor`` and comparisons have 0."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ Each group has a statistic of its own, of its units alone, in the same exchange 
 its own group by its number, a vector that no parameter has.
 
 Mean and variance, written as they are defined, are two sums of which the second waits for the first. A sum of squares
-of deviations from the mean is recognised here, so that schedules make both in one exchange.
-"""
+of deviations from the mean is recognised here, so that schedules make both in one exchange."""
 
 from __future__ import annotations
 

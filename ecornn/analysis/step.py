@@ -9,8 +9,7 @@ Every scalar of the step has a level, the number of exchanges between hidden uni
      p  after the p-th exchange    phase p of the step                ``phases[p - 1]``
 
 All scalars are float32 tirx variables of one (batch row b, hidden unit j). Units exchange the operands of products and
-of statistics, which are one value a batch row.
-"""
+of statistics, which are one value a batch row."""
 
 from __future__ import annotations
 
@@ -109,8 +108,7 @@ class Statistic:
     ``total[b] = sum_o sum_k operand_o[b, k]``; with N terms in it, where the cell asks for it,
     ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own. Or
     ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; a ``shift`` has no gradient, since what it is subtracted
-    from does not depend on it in the end. ``units``: (first, count) of the units that it goes over; None: all.
-    """
+    from does not depend on it in the end. ``units``: (first, count) of the units that it goes over; None: all."""
 
     total: Var
     squares: Var | None

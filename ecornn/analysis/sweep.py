@@ -20,8 +20,7 @@ Factor: TypeAlias = "Var | float"  # a float where it is constant
 class Partials:
     """Partial derivatives of a step's assignments, as few scalars as possible that depend on the forward pass alone.
 
-    ``assigns``: those scalars, each value once, of operators on variables and constants.
-    """
+    ``assigns``: those scalars, each value once, of operators on variables and constants."""
 
     def __init__(self) -> None:
         self.assigns: list[Assign] = []
@@ -112,8 +111,7 @@ class Sweep:
     """Gradients, as assignments in order, each with a level as in :mod:`ecornn.analysis.step`.
 
     ``factor`` is applied to what gradients are multiplied by; a rotated step has some of these from the step before.
-    ``unit``: the number of the unit, of a step with statistics that are not of all units.
-    """
+    ``unit``: the number of the unit, of a step with statistics that are not of all units."""
 
     def __init__(self, partials: Partials, hidden: int, factor: Callable[[Factor], Factor] = lambda f: f,
                  unit: Var | None = None) -> None:
