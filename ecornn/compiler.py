@@ -81,14 +81,12 @@ def _told(labels: list[str], chosen: Iterable[Found | None], entry: str) -> list
 
 def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str | None = None,
          config: Mapping[str, Value] | None = None, overlap: str = "auto", **properties: Any) -> LayerPlan:
-    """:func:`plan_layer` of ``LayerSpec(cell, **properties)``."""
     return plan_layer(LayerSpec(cell, **properties), target=target, schedule=schedule, config=config, overlap=overlap)
 
 
 def device_of(target: str | Device | None) -> Device:
-    """The device of a target; None: the GPU if there is one, else the CPU. Raises
-    :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at hand.
-    """
+    """The device of a target; None: the GPU if there is one, else the CPU. Raises :class:`~ecornn.errors.ArgumentError`
+    where it is none, :class:`~ecornn.errors.DeviceError` where it is not at hand."""
     from ecornn.tune.choose import default_target
 
     if not isinstance(target, (str, Device, NoneType)):
@@ -143,8 +141,8 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
 
 
 def kept_on(layer: LayerSpec, device: Device) -> str:
-    """The values that a layer that trains keeps on a device. Raises :class:`~ecornn.errors.ArgumentError` where it
-    cannot keep those that it should."""
+    """The values that a layer that trains keeps; :class:`~ecornn.errors.ArgumentError` where it cannot keep those asked
+    for."""
     from ecornn.schedules.keeping import usual_keep
     from ecornn.task import make_task
 
@@ -174,7 +172,6 @@ def generate(planned: LayerPlan) -> Generated:
 
 
 def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
-    """The program and its manifest."""
     from ecornn.compose import compose
     from ecornn.task import make_manifest
 

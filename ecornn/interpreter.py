@@ -1,7 +1,6 @@
 """A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64. :func:`interpret` is the
-reference of cells that have no formula in NumPy, for users, the tuner and ``ecornn check-cell``. ``bench/step_loop.py``
-is the other back end, Python that calls PyTorch. Neither knows anything of ``ecornn.analysis``, from which kernels are
-made: an error there must not be in both."""
+reference of cells without a formula in NumPy; ``bench/step_loop.py`` is the other back end, Python that calls PyTorch.
+Neither uses ``ecornn.analysis``, from which kernels are made: an error there must not be in both."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each. Returns y (T, B,
-    H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises :class:`CellError` for an
-    operation that is not known here."""
+    """Runs one layer: x (T, B, I), ``parameters`` by name in te shape, states (B, H) each. Returns y (T, B, H), or (T,
+    B, O H) of O outputs, and the final states; float64. Raises :class:`CellError` for an unknown operation."""
     now, rows = tuple(np.asarray(s, np.float64) for s in states), np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
@@ -72,16 +70,14 @@ def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
 
 
 def output_numbers(cell: Cell) -> tuple[int, ...]:
-    """The places of a cell's outputs among the tensors that its step returns."""
     returned = cell.returned_names()
     return tuple(returned.index(name) for name in cell.output_names())
 
 
 class Step:
-    """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes: its te
-    tensors, and the walk through them. Values of tensors and expressions are NumPy arrays, of float64 but for indices
-    and conditions. Another back end overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``,
-    ``applied``, ``cast`` and ``load``."""
+    """One step of a cell, for x (B, I), the cell's inputs behind it, and states (B, H): te tensors, and a walk through
+    them. Values are NumPy arrays, of float64 but for indices and conditions. Other back ends override ``expanded``,
+    ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
@@ -106,7 +102,6 @@ class Step:
 
     # -- the walk -------------------------------------------------------------------------------
     def tensor(self, tensor: Tensor) -> Any:
-        """All values of a tensor."""
         key = tensor.op, tensor.value_index
         if key not in self.known:
             if type(tensor.op).__name__ != "ComputeOp":
@@ -115,8 +110,8 @@ class Step:
         return self.known[key]
 
     def compute(self, op: ComputeOp, body: Expr) -> Any:
-        """``body`` at all places of the operation's axes. Values within it have a dimension for each axis, of one entry
-        for those that they do not depend on."""
+        """``body`` at all places of the axes. Values have one dimension an axis, of one entry where they do not depend
+        on it."""
         reduction = type(body).__name__ == "Reduce"
         axes = [*op.axis, *(body.axis if reduction else ())]
         extents = tuple(int(axis.dom.extent) for axis in axes)
@@ -132,11 +127,9 @@ class Step:
         return self.expanded(total if start is None else self.plus(total, self.value(start, places)), shape)
 
     def multiplied(self, parts: Sequence[Expr], places: Mapping[Var, Array]) -> list[Any]:
-        """The values of the factors that a sum adds up products of."""
         return [self.value(part, places) for part in parts]
 
     def value(self, e: Expr, places: Mapping[Var, Array]) -> Any:
-        """An expression at all ``places`` of its axes."""
         kind = type(e).__name__
         if kind == "Var":
             return places[e]
@@ -171,12 +164,11 @@ class Step:
         return np.broadcast_to(value, extents).max(axis=tuple(range(kept, len(extents))))
 
     def plus(self, total: Any, start: Any) -> Any:
-        """A sum with the value that it starts at."""
         return total + start.item()
 
     def product(self, values: Sequence[Any], extents: tuple[int, ...], kept: int) -> Any:
-        """The product of ``values`` at all places, of shape ``extents``, summed over the axes behind the first
-        ``kept``; one entry for a kept axis on which no value depends."""
+        """The product of ``values``, of shape ``extents``, summed over all but ``kept`` axes; one entry where none
+        depends."""
         shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
         operands: list[Any] = []
         for v in values:
@@ -188,7 +180,6 @@ class Step:
         return total.reshape([extents[n] if shared[n] else 1 for n in range(kept)]) * alike
 
     def applied(self, name: str, arguments: Sequence[Any]) -> Any:
-        """The operator of :data:`OPERATORS` on values."""
         return np.asarray(OPERATORS[name].numpy(*arguments))
 
     def cast(self, value: Any, kind: str) -> Any:
@@ -219,8 +210,8 @@ class Step:
 
 
 def reduced(name: str, body: Reduce) -> tuple[Expr | None, Expr]:
-    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces. Raises
-    :class:`CellError` for what is neither a sum nor a maximum, or has a condition."""
+    """A reduction's start, None for 0, and the expression that it reduces. Raises :class:`CellError` for any but sums
+    and maxima without condition."""
     n, combiner = body.value_index, body.combiner
     result = combiner.result[n]
     sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")

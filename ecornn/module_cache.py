@@ -1,9 +1,8 @@
-"""Modules that ``ecornn.torch`` need not compile: of folders of module files, and of the build cache, without TVM.
+"""Modules that ``ecornn.torch`` need not compile: from folders of module files and from the build cache, without TVM.
 
-A folder goes with a program that PyTorch saved, which so runs where there is no compiler. ``ECORNN_MODULES`` names it,
-or several with colons between them; a module of a folder is found by its manifest. An entry of the cache is found by
-all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of ecornn, its
-dependencies and compilers."""
+``ECORNN_MODULES`` names folders, colons between them, which go with a program that PyTorch saved; a module there is
+found by its manifest. An entry of the cache is found by all that a module depends on: layer, device, tuning logs as
+they lie there, ecornn's code, dependencies, compilers."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ _told: list[str] = []
 
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
     """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``. The logger
-    ``ecornn`` says when a process first compiles something: it takes seconds. Raises
-    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there."""
+    ``ecornn`` hears when a process first compiles. Raises :class:`~ecornn.errors.ModuleError` where that needs TVM."""
     if (ahead := find(layer, target, config)) is not None:
         return _remembered(ahead)
     if importlib.util.find_spec("tvm") is None:
@@ -73,8 +71,8 @@ def get_ready() -> None:
 
 
 def found(layer: LayerSpec, target: str) -> Module | None:
-    """The module from a folder or the cache; None where it is in neither. Takes some milliseconds of Python's time,
-    which the first calls of a program do not have meanwhile: little is imported."""
+    """The module from a folder or the cache, or None. Imports little: a program's first calls lose milliseconds
+    meanwhile."""
     if (ahead := find(layer, target)) is not None:
         return ahead
     return from_entry(str(cache.file_of("layer", _parts(layer, target, None)) or ""))
@@ -128,9 +126,9 @@ def _code() -> bytes:
 
 # -- folders of modules -------------------------------------------------------------------------
 def find(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module | None:
-    """The module of the least batch that serves a layer for ``cpu`` or ``cuda`` on this machine; with ``config``, which
-    has no products of pairs, one for infinite weights. None where there is none. Raises
-    :class:`~ecornn.errors.ModuleError` for a folder that is missing and a file in it that cannot be loaded."""
+    """The module of the least batch that serves a layer on this machine; with ``config``, which has no products of
+    pairs, one for infinite weights; or None. Raises :class:`~ecornn.errors.ModuleError` for a missing folder or a bad
+    file in one."""
     serving = [m for folder in _folders() for m in _modules(folder, _state(folder))
              if _is(m.manifest, layer, target, finite=not config) and _runs_here(m.manifest)]
     # one that does not train before one that does, whose kernels may be others
@@ -142,7 +140,6 @@ def _folders() -> list[Path]:
 
 
 def _remembered(module: Module) -> Module:
-    """The module, which :func:`save_modules` knows from now on."""
     _had[id(module)] = module
     return module
 
@@ -207,13 +204,11 @@ class Asked(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, layer: LayerSpec, target: str) -> Asked:
-        """The message that says this."""
         fields = {name: getattr(layer, name) for name in layer.__dataclass_fields__}
         return cls(fields | {"cell": layer.workload.cell}, target)
 
 
 def ready(_: None) -> None:
-    """The first call of a worker process."""
     _told.append("by the other process")
 
 
