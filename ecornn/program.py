@@ -1,6 +1,6 @@
 """Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order. A
-module file is built from it: host code that carries it out (``ecornn/build/host_cuda.py``), and a manifest, by which
-the loader packs weights and knows how much workspace a call needs."""
+module file is made of one: host code (``ecornn/build/host_cuda.py``), and a manifest, by which the loader packs
+weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SUMS = "sums"  # in place of a data type: the one that a layer adds up in
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array that a module exchanges with its caller, contiguous. ``axes``: the sizes of its axes: T, B, I and H as
-    of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V of a row of values that are kept beside each other
-    (H of each)."""
+    """A contiguous array that a module exchanges with its caller. ``axes``: T, B, I and H as of a
+    :class:`~ecornn.workload.Workload`, W of a row of y (D H), V of a row of values that are kept beside each other (H
+    of each)."""
 
     role: str
     axes: tuple[str, ...]
@@ -91,23 +91,21 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_step: int = 0
 
     def at(self, steps: int) -> int:
-        """The size for T = ``steps``."""
         return self.fixed + self.per_step * steps
 
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The recipe of a packed weight buffer, by which ``bind`` makes it once from the cell's parameters.
 
-    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a matrix, (H,) for a
-    vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the parameter as PyTorch has
-    it), padded at the end with zeros to ``pad``, reshaped to ``split``, transposed by ``order`` and stored as
-    ``dtype``: a floating-point type; ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last
-    axis of ``pad``) divided by its scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a
-    row's largest magnitude / 127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and
-    ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or
-    below the mean magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows
+    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) or (H,); ``("", 0)`` is zeros,
+    and gate :data:`WHOLE` of a matrix (G*H, K), as PyTorch has it), padded at the end with zeros to ``pad``, reshaped
+    to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type; ``tf32``, float32 rounded to
+    10 bits of mantissa; ``int8``, each row (last axis of ``pad``) divided by its scale, rounded to nearest even, plus
+    128; ``scale``, float32, a row's largest magnitude / 127, without the last axis; ``int16`` and ``int21`` with
+    ``int16_scale`` and ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the
+    power of two at or below its mean magnitude of nonzeros; ``balance``, those powers; ``pairs``, float32, of such rows
     as ``split`` has them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one
-    with the opposite sign."""
+    negated."""
 
     sources: tuple[Source, ...]
     pad: tuple[int, ...]
@@ -130,8 +128,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, tensor: str, dtype: str, state: str | None = None) -> Buffer:
-        """The buffer of a tensor, of a layer of ``dtype``; ``h_in`` is the name of the state h's ``state_in``, and
-        ``gradient_bias`` that of the gradient of the parameter ``bias``."""
+        """The buffer of a tensor; ``h_in`` is state h's ``state_in``, ``gradient_bias`` the gradient of parameter
+        ``bias``."""
         kind = TENSORS[tensor]
         name = tensor
         if state is not None:
@@ -141,11 +139,9 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return 1 if self.dtype == "uint8" else ITEMSIZE.get(self.dtype, 4)
 
     def nbytes(self, steps: int) -> int:
-        """Bytes for T = ``steps``."""
         return self.extent.at(steps) * self.itemsize
 
 
@@ -160,13 +156,11 @@ class Fill:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.
-
-    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own name, or one of the
-    scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry that takes
-    ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32. ``early``: it may
-    begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel itself waits for
-    the end (``griddepcontrol``) before it reads what launches write, or writes what they use."""
+    """One kernel launch. A parameter of the function is the buffer that ``names`` gives for it, else the one of its own
+    name, or an int32 scalar: ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), ``add`` (in an entry that
+    takes ``existing``: 1 where gradients of parameters are added to what is there). ``early``: it may begin before the
+    launch ahead of it in its stream has ended, once that allows it: the kernel itself waits for the end
+    (``griddepcontrol``) before it reads what launches write, or writes what they use."""
 
     function: str
     grid: int
@@ -215,16 +209,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Concurrent:
-    """CUDA: ``branches``, each some calls in order, at the same time: each on a share of the GPU and in a stream of
-    its own. They must not write what another one uses."""
+    """CUDA: ``branches`` of calls in order at the same time, each on a share of the GPU and in a stream of its own.
+    None may write what another uses."""
 
     branches: tuple[tuple[Call, ...], ...]
 
 
 @dataclass(frozen=True)
 class WaveLayer:
-    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps. ``rows``: buffers that have
-    rows of time -> elements of a row for each row of the batch; a chunk gets them from its first step on."""
+    """A layer of a :class:`Wave`: ``calls`` for a chunk, whose T is its steps. ``rows``: buffers with rows of time ->
+    elements of a row for each row of the batch; a chunk gets them from its first step on."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
@@ -233,37 +227,33 @@ class WaveLayer:
 
 @dataclass(frozen=True)
 class Wave:
-    """CUDA: ``layers`` at the same time, in chunks: one of a layer comes after the one before it, and after the
-    same one of the layer before."""
+    """CUDA: ``layers`` at once, in chunks, each after the one before it, and after the same one of the layer before."""
 
     layers: tuple[WaveLayer, ...]
     chunks: int
     least: int
 
     def steps(self, steps: int) -> int:
-        """Steps of a chunk where T = ``steps``."""
         return chunk_steps(steps, self.chunks, self.least)
 
 
 def chunk_steps(steps: int, chunks: int, least: int) -> int:
-    """Steps of a chunk where T = ``steps``: there are ``chunks`` chunks at most, of ``least`` steps at least. Eight
-    steps of any type are whole pieces of 16 bytes, to which x is aligned."""
+    """Steps of a chunk: at most ``chunks`` chunks, of ``least`` steps at least. Eight are whole pieces of 16 bytes, x's
+    alignment."""
     return -(-max(-(-steps // chunks), least) // 8) * 8
 
 
 def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
-    """The part of ``extent`` that one chunk needs, as an extent for all T: a chunk has T / chunks + least + 8 steps at
-    most."""
+    """The part of ``extent`` that a chunk needs, for all T: a chunk has T / chunks + least + 8 steps at most."""
     return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """CUDA: ``calls`` for one chunk of ``steps`` steps after the other, of which the last one in time may have fewer;
-    their T is the chunk's; all but the first one have ``add`` 1. ``reverse``: the last one comes first. Launches may
-    read the scalars ``first_step``, the chunk's first step, and ``all_steps``, the T of the call; ``rows`` and
-    ``states`` as of :class:`WaveLayer`. ``in_place``: pairs of a workspace and a buffer of ``rows``; where a call has
-    both in one place, that is, where a chunk's rows of the one are, the other is."""
+    """CUDA: ``calls`` for one chunk of ``steps`` steps after the other; the last in time may have fewer. T is the
+    chunk's; all but the first have ``add`` 1. ``reverse``: the last comes first. Scalars: ``first_step`` of the chunk,
+    ``all_steps``, the call's T; ``rows`` and ``states`` as of :class:`WaveLayer`. ``in_place``: pairs of a workspace
+    and a buffer of ``rows``; where a call has both in one place, the workspace is where the chunk's rows are."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
@@ -287,9 +277,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name. ``in_place``:
-    workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values are then lost,
-    and the workspace takes no memory."""
+    """Functions by name, whose parameters are named after buffers and scalars, buffers, and entries. ``in_place``:
+    workspaces of ``backward`` -> a kept buffer that may be in the same place: its values are then lost, the workspace
+    needs no memory."""
 
     functions: dict[str, PrimFunc]
     buffers: tuple[Buffer, ...]
@@ -309,13 +299,12 @@ class Program:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The calls of all entries."""
         return tuple(call for entry in self.entries.values() for call in entry.calls)
 
 
 def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str) -> Call:
-    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name. It
-    and :func:`every` are the only walks over calls; a kind that they do not know is an error."""
+    """The call with ``leaf`` of each launch, and ``name`` of each buffer around them; with :func:`every` the only
+    walk."""
     def inside(calls: Iterable[Call]) -> tuple[Any, ...]:
         return tuple(mapped(one, leaf, name) for one in calls)
 
@@ -360,13 +349,12 @@ def every(calls: Iterable[Call]) -> Iterator[Call]:
 
 
 def launches(calls: Iterable[Call]) -> Iterator[Launch]:
-    """Every launch of a kernel among ``calls``, in order."""
     return (one for one in every(calls) if isinstance(one, Launch))
 
 
 def packs(program: Program) -> bool:
-    """True where a GPU's module packs its weights itself, by the kernel of build/pack_weights.cu, which does not know
-    every kind of packing."""
+    """True where a GPU's module packs its weights by the kernel of build/pack_weights.cu, which has not all
+    packings."""
     packings = [b.packing for b in program.buffers if b.packing is not None]
     return bool(packings) and all(p.dtype in ON_GPU for p in packings)
 
@@ -382,8 +370,7 @@ def packed_for_left_out(program: Program) -> tuple[str, ...]:
 
 
 def leaves_out(program: Program) -> tuple[str, ...]:
-    """The tensors that a call of ``backward`` may have null for: those that only launches make which are left out
-    then."""
+    """The tensors that a call of ``backward`` may have null for: only launches that are left out then make them."""
     states = {b.name for b in program.buffers if b.tensor == "dstate_in"}
     makers = [one for one in launches(program.entries[BACKWARD].calls if BACKWARD in program.entries else ())
               if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
