@@ -20,9 +20,8 @@ OTHERWISE = ((5040, 5040),)  # a multiple of 5, 7, 9, 10: of a cell that can hav
 
 
 def digest(cell: Source) -> str:
-    """Eight hexadecimal digits, equal for cells of equal step graphs at all of ``SIZES`` that they can have.
-
-    Raises :class:`CellError` where the cell's step cannot be analysed."""
+    """Eight hexadecimal digits, equal for equal step graphs at all of ``SIZES`` that the cell can have. Raises
+    :class:`CellError` where the step cannot be analysed."""
     errors: list[CellError] = []
     graphs: dict[tuple[int, int], StepGraph] = {}
     for input, hidden in (*SIZES, *OTHERWISE):

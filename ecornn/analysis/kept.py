@@ -37,7 +37,6 @@ class Kept:
 
     @property
     def units(self) -> int:
-        """Values for each step, batch row and unit."""
         return len(self.states) + len(self.values)
 
 
@@ -102,15 +101,13 @@ def among(items: Iterable[Any], used: set[Var]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ReadOut:
-    """A step in two parts."""
-
     loop: StepGraph  # the step without the pass that follows; its `outputs` are the values that the pass reads
     after: StepGraph  # that pass over all steps at once, from these and x to the `outputs` of the step
 
 
 def read_out(graph: StepGraph) -> ReadOut | None:
-    """The parts of a cell's step; None where its outputs need no exchange that its states do not, or where it has
-    statistics of x, which are not computed twice."""
+    """The parts of a step; None where outputs need no exchange beyond the states', or for statistics of x, not computed
+    twice."""
     if not graph.outputs or graph.hoisted_statistics:
         return None
     reads, level = reads_of(graph), levels(graph)

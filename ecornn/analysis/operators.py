@@ -25,28 +25,24 @@ if TYPE_CHECKING:
 
 
 def number(value: float) -> Expr:
-    """A float32 constant."""
     from tvm import tirx
 
     return tirx.const(value, "float32")
 
 
 def variable(name: str) -> Var:
-    """A float32 variable."""
     from tvm import tirx
 
     return tirx.Var(name, "float32")
 
 
 def call(name: str, operand: Expr) -> Expr:
-    """A function of one scalar, by TVM's name."""
     from tvm import te
 
     return getattr(te, name)(operand)
 
 
 def where(condition: Expr, yes: Expr | float, no: Expr | float) -> Expr:
-    """One of two values, expressions or numbers."""
     from tvm import tirx
 
     return tirx.Select(condition, *(number(v) if isinstance(v, float) else v for v in (yes, no)))
@@ -87,8 +83,8 @@ def extremum(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
 
 
 def smooth(e: Expr, v: Sequence[Expr]) -> tuple[Expr | float, ...]:
-    """The derivatives of a maximum or minimum of x and 0 beside ``|x|``, as softplus and logsigmoid have them where
-    they must not overflow: 1/2 at 0, so that the whole has its derivative there."""
+    """Derivatives of max or min of x and 0 beside ``|x|``, as in a softplus that does not overflow: 1/2 at 0, so that
+    the whole has its derivative there."""
     fixed = [type(x).__name__ == "FloatImm" and float(x.value) == 0.0 for x in v]
     if not any(fixed):
         return extremum(e, v, e)
@@ -114,8 +110,6 @@ def power(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator."""
-
     numpy: Callable[..., Any]  # the function on float64 arrays
     # (expression, operands, result) -> the partial derivatives by each operand, as expressions or numbers
     derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Expr | float]]

@@ -68,8 +68,8 @@ class Statistics:
                      and self._all_from(terms, totals[0], read, size)), None)
 
     def _all_from(self, terms: list[Expr], total: Var, read: Var, units: int) -> bool:
-        """True where ``terms`` are squared deviations of the operands of the sum ``total`` of so many units from its
-        mean; ``read``: the variable by which a unit reads the sum."""
+        """True where ``terms`` are squared deviations of a sum's operands from its mean; ``read``: the variable for the
+        sum."""
         parts, operands = [*map(self._deviation, terms)], self.found[total][1]
         return total not in self.maxima and len(operands) == len(parts) and all(
             p is not None and p[0].same_as(o) and self._is_mean(p[1], read, len(operands) * units)
@@ -122,7 +122,6 @@ class RowReductions(ABC):
     def inline(self, body: Expr, where: Mapping[Var, Expr]) -> Expr: ...
 
     def fault(self, text: str) -> CellError:
-        """The error for a step that cannot be scheduled, which names the cell."""
         return fault(self.cell, text)
 
     def same(self, e: Expr | int, var: Var) -> bool:
@@ -227,8 +226,7 @@ class RowReductions(ABC):
 
     # -- one value a row ------------------------------------------------------------------------
     def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Expr:
-        """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
-        """
+        """A reduction to one value a batch row, over the hidden axis, and over axes that are unrolled."""
         fault = self.fault(f"the reduction {name!r} is not a sum over the hidden axis, [b] = sum_k value[b, k], nor "
                            "one over gates too, sum_g sum_k value[b, g, k], nor a maximum over these")
         (index,) = where.values()
@@ -311,7 +309,6 @@ class RowReductions(ABC):
         return total
 
     def squares_of(self, total: Var) -> Var:
-        """The squares of deviations from its mean."""
         return self.leaf(("squares", total), f"{total.name}_squares", self.level[total])
 
     def beside_narrow(self, name: str, total: Var, of_zeros: float) -> Expr:

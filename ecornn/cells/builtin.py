@@ -153,7 +153,6 @@ class GRU(Optioned):
             gn = self.products(reset, parameters, "hh", (2,))
 
         def seen(b, j):
-            """The input of n."""
             from_x = gx(b, 2, j) + bx[2, j]
             if self.reset_before:
                 return from_x + gn(b, 2, j) + bh[2, j]

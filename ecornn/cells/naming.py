@@ -20,8 +20,8 @@ ALLOWED = (f"one of {', '.join(BUILTIN)}, one of these with options, such as 'ls
 
 
 def load_cell(spec: str) -> Cell:
-    """The cell that ``spec`` names. A file or module is imported, a class instantiated. Raises :class:`ArgumentError`
-    where there is no such cell, :class:`CellError` where its file raises."""
+    """The cell of ``spec``, whose file is imported; :class:`ArgumentError` if there is none, :class:`CellError` if it
+    raises."""
     if spec.partition("(")[0] in BUILTIN:
         return get(spec)
     where, _, name = spec.rpartition(":")
@@ -44,7 +44,6 @@ def load_cell(spec: str) -> Cell:
 
 
 def load_module(where: str, spec: str) -> Any:
-    """Imports a file or a module."""
     before, _here.importing = importing(), True
     try:
         if not where.endswith(".py"):
