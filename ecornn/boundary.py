@@ -1,6 +1,6 @@
 """Nothing untyped leaves the package: a fault of its own becomes an :class:`~ecornn.errors.InternalError`. Public
-functions have :func:`public`; calls that take microseconds a ``try``, which is free, and :func:`refuse_untyped` behind
-it."""
+functions have the decorator :func:`public`. Calls that take microseconds have a ``try`` of their own, which costs
+nothing, and :func:`refuse_untyped` behind it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def public(function: F) -> F:
 
 
 def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
-    """Raises :class:`~ecornn.errors.InternalError` for an error that the package did not raise on purpose; ``layer``
-    gives the call as text. The last frame outside libraries owns the error, so that a user's own step or hook is told
-    from a fault here."""
+    """Raises :class:`~ecornn.errors.InternalError` from an error that the package raised itself, and not on purpose;
+    ``layer`` gives the call as text. The last frame that is not a library's decides whose it is: a step or a hook that
+    a user wrote is so told from a fault here."""
     fault = isinstance(error, UNTYPED) or type(error).__module__.partition(".")[0] in ("tvm", "tvm_ffi")
     if fault and not isinstance(error, EcornnError) and ours(error):
         raise InternalError(error, layer(), versions()) from error
@@ -77,8 +77,8 @@ def versions() -> str:
 
 
 def shown(value: object) -> str:
-    """A value in few words; arrays, whose memory may be gone, by type and shape. It may have caused the fault: must not
-    fail."""
+    """A value in few words; arrays, whose memory may be gone, by type and shape. It may be the cause of the fault, and
+    must not fail here."""
     try:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return f"<{value.dtype} {tuple(value.shape)}>"

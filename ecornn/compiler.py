@@ -141,8 +141,8 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
 
 
 def kept_on(layer: LayerSpec, device: Device) -> str:
-    """The values that a layer that trains keeps; :class:`~ecornn.errors.ArgumentError` where it cannot keep those asked
-    for."""
+    """The values that a layer that trains keeps on a device. Raises :class:`~ecornn.errors.ArgumentError` where it
+    cannot keep those that it should."""
     from ecornn.schedules.keeping import usual_keep
     from ecornn.task import make_task
 

@@ -69,9 +69,9 @@ def compose(stack: Stack, whole: Workload, programs: Sequence[ir.Program], overl
 
 
 class _TrainingStack:
-    """Entries ``forward`` and ``backward``: y of a layer is kept, its gradients are workspaces. The second direction
-    adds its gradient of x to the first one's, or, where both go at once (``beside``), has its own, which is added
-    afterwards."""
+    """The entries ``forward`` and ``backward`` of a stack: y of a layer is kept, gradients of it are workspaces. The
+    second direction of a layer adds its gradient of x to the first one's; or, where both go at the same time
+    (``beside``), it has one of its own, which is added afterwards."""
 
     def __init__(self, stack: Stack, whole: Workload, programs: Sequence[ir.Program], functions: dict[str, PrimFunc],
                  beside: bool) -> None:

@@ -30,8 +30,8 @@ _ALONE = {"sm_90a": msgspec.structs.replace(_HOPPER, warpgroups=True)}
 
 
 def architecture_of(capability: int) -> str:
-    """The architecture of a compute capability, as ``sm_80`` of 80; ``sm_90a`` of 90, which has instructions of its
-    own."""
+    """The name of a compute capability's architecture, such as ``sm_80`` for 80; with its letter where it has
+    instructions that no later one has, as Hopper's ``sm_90a``."""
     return next((name for name in _ALONE if name[3:-1] == str(capability)), f"sm_{capability}")
 
 

@@ -73,9 +73,9 @@ class FloorTerms(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Alike sequences of a layer, or their backward pass (``entry``). ``chip``: blocks, threads of a block, registers
-    of a thread, bytes of shared memory of a block, as :data:`CHIP` names them; on a CPU threads, and bytes of weights
-    of each."""
+    """Sequences of a layer that are alike, or the backward pass of these (``entry``). ``chip``: the configuration's
+    blocks, threads of a block, registers of a thread and bytes of shared memory of a block, by the names of
+    :data:`CHIP`; on a CPU threads and bytes of weights of each."""
 
     labels: list[str]
     entry: str

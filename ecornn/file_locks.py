@@ -1,5 +1,5 @@
-"""Locks of files, by which processes take turns. A process may be stopped or frozen while it holds one: others say so,
-and do not wait for ever."""
+"""Locks of files, by which processes take turns. A process may be stopped (SIGSTOP, a debugger, a container that is
+frozen) while it holds one: others say that they wait and for what, and not for ever."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOOK = 1.0  # seconds between two looks whether there is still something to wait
 
 @contextlib.contextmanager
 def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool] | None = None) -> Iterator[bool]:
-    """Holds the lock of the file ``path``: yields True; False where another process still has it after ``limit``
-    seconds, or has ``done`` its work. The logger ``ecornn`` hears of the wait, and what happens ``otherwise``. Raises
-    :class:`OSError` where there can be no such file."""
+    """Holds the lock of the file ``path``: yields True; or False where another process has not given it back within
+    ``limit`` seconds, or has ``done`` its work. The logger ``ecornn`` is told who waits for what, and what happens
+    ``otherwise``, after that time. Raises :class:`OSError` where there can be no such file."""
     from filelock import FileLock, Timeout
 
     lock, begin, word, log = FileLock(path), time.monotonic(), SAID, logging.getLogger("ecornn")

@@ -1,7 +1,7 @@
 """The least that a step of a layer can take on a GPU: exchange of h, products, bytes.
 
-The floor is the least sum of these terms over every cut into ``groups`` of rows of the batch, each owned by ``blocks``
-multiprocessors that hold all recurrent weights and exchange h once a step.
+The floor of a layer is the least sum of these terms over every way to cut it: ``groups`` of rows of the batch, each
+owned by ``blocks`` multiprocessors that hold all recurrent weights and exchange h once a step.
 
     exchange    one trip of h between the blocks of a group, by how many they are (`Bounds.exchange`; clusters up to 16
                 blocks; in a single block between its warps), and what of h exceeds `announced` bytes (in a cluster
@@ -11,8 +11,8 @@ multiprocessors that hold all recurrent weights and exchange h once a step.
     bytes       weights beyond the registers, once a step from shared memory; beyond that too, from L2, or from device
                 memory where L2 does not hold them; x and y once, from and to device memory
 
-A kernel that hides one term behind another (the projection in the wait for h) may go below. Left out are gate math,
-synchronisation of warps, padding, the weights' first load, and registers that other values need."""
+The terms are added, so a kernel that hides one behind another (the projection in the wait for h) may go below. What is
+left out: gate math, synchronisation of warps, padding, the weights' first load, registers that other values need."""
 
 from __future__ import annotations
 

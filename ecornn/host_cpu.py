@@ -26,8 +26,8 @@ LEVELS = (("x86-64-v4", ("avx512f", "avx512vl", "avx512bw", "avx512dq")), ("x86-
 
 
 def detect() -> Device:
-    """The CPU that this process may run on; ``cores`` are physical ones. Raises :class:`DeviceError` unless x86-64 or
-    arm64."""
+    """The CPU that this process may run on; ``cores`` counts physical ones of its affinity mask. Raises
+    :class:`DeviceError` where the processor is not x86-64 or arm64."""
     info = cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     features = tuple(sorted({FLAGS[f] for f in flags if f in FLAGS}))
@@ -38,8 +38,8 @@ def detect() -> Device:
 
 
 def named(name: str) -> Device | None:
-    """A CPU by LLVM's name, such as ``neoverse-v1``; None where LLVM has no such 64-bit one. Cores and caches, which
-    LLVM does not know, are those of a small server."""
+    """A CPU that need not be at hand, by LLVM's name such as ``neoverse-v1``; None where LLVM has no such name of
+    one with 64 bits. What LLVM does not know of it, cores and caches, is that of a small server."""
     return next((Device("llvm", name, name, cores=4, l2=1 << 20, features=tuple(sorted(promised(name, triple))))
                  for triple in TRIPLES if known(name, triple)), None)
 

@@ -110,8 +110,8 @@ class Step:
         return self.known[key]
 
     def compute(self, op: ComputeOp, body: Expr) -> Any:
-        """``body`` at all places of the axes. Values have one dimension an axis, of one entry where they do not depend
-        on it."""
+        """``body`` at all places of the operation's axes. Values within it have a dimension for each axis, of one entry
+        for those that they do not depend on."""
         reduction = type(body).__name__ == "Reduce"
         axes = [*op.axis, *(body.axis if reduction else ())]
         extents = tuple(int(axis.dom.extent) for axis in axes)
@@ -167,8 +167,8 @@ class Step:
         return total + start.item()
 
     def product(self, values: Sequence[Any], extents: tuple[int, ...], kept: int) -> Any:
-        """The product of ``values``, of shape ``extents``, summed over all but ``kept`` axes; one entry where none
-        depends."""
+        """The product of ``values`` at all places, of shape ``extents``, summed over the axes behind the first
+        ``kept``; one entry for a kept axis on which no value depends."""
         shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
         operands: list[Any] = []
         for v in values:
@@ -210,8 +210,8 @@ class Step:
 
 
 def reduced(name: str, body: Reduce) -> tuple[Expr | None, Expr]:
-    """A reduction's start, None for 0, and the expression that it reduces. Raises :class:`CellError` for any but sums
-    and maxima without condition."""
+    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces. Raises
+    :class:`CellError` for what is neither a sum nor a maximum, or has a condition."""
     n, combiner = body.value_index, body.combiner
     result = combiner.result[n]
     sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")

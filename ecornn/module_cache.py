@@ -71,8 +71,8 @@ def get_ready() -> None:
 
 
 def found(layer: LayerSpec, target: str) -> Module | None:
-    """The module from a folder or the cache, or None. Imports little: a program's first calls lose milliseconds
-    meanwhile."""
+    """The module from a folder or the cache; None where it is in neither. Takes some milliseconds of Python's time,
+    which the first calls of a program do not have meanwhile: little is imported."""
     if (ahead := find(layer, target)) is not None:
         return ahead
     return from_entry(str(cache.file_of("layer", _parts(layer, target, None)) or ""))
@@ -126,9 +126,9 @@ def _code() -> bytes:
 
 # -- folders of modules -------------------------------------------------------------------------
 def find(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module | None:
-    """The module of the least batch that serves a layer on this machine; with ``config``, which has no products of
-    pairs, one for infinite weights; or None. Raises :class:`~ecornn.errors.ModuleError` for a missing folder or a bad
-    file in one."""
+    """The module of the least batch that serves a layer for ``cpu`` or ``cuda`` on this machine; with ``config``, which
+    has no products of pairs, one for infinite weights. None where there is none. Raises
+    :class:`~ecornn.errors.ModuleError` for a folder that is missing and a file in it that cannot be loaded."""
     serving = [m for folder in _folders() for m in _modules(folder, _state(folder))
              if _is(m.manifest, layer, target, finite=not config) and _runs_here(m.manifest)]
     # one that does not train before one that does, whose kernels may be others

@@ -171,8 +171,8 @@ def _normal_in_parts(values: Array, gates: int, gain: Array | None = None) -> Ar
 
 
 def _lstm(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] = ()) -> States:
-    """Gates i, f, g, o (Hochreiter and Schmidhuber 1997, Gers et al. 2000); ``gains`` of LN(R h), LN(c'); wx has LN(W
-    x)."""
+    """Gates i, f, g, o. Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000. With ``gains`` LN(R h) and
+    LN(c'); ``wx`` has LN(W x) then. Ba et al. 2016, supplement."""
     h, c = states
     i, f, g, o = np.split(wx + _normal_in_parts(h @ r.T, 4, *gains[:1]) + b, 4, axis=1)
     c = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)

@@ -1,6 +1,6 @@
 """Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order. A
-module file is made of one: host code (``ecornn/build/host_cuda.py``), and a manifest, by which the loader packs
-weights."""
+module file is built from it: host code that carries it out (``ecornn/build/host_cuda.py``), and a manifest, by which
+the loader packs weights and knows how much workspace a call needs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ SUMS = "sums"  # in place of a data type: the one that a layer adds up in
 
 @dataclass(frozen=True)
 class Tensor:
-    """A contiguous array that a module exchanges with its caller. ``axes``: T, B, I and H as of a
-    :class:`~ecornn.workload.Workload`, W of a row of y (D H), V of a row of values that are kept beside each other (H
-    of each)."""
+    """An array that a module exchanges with its caller, contiguous. ``axes``: the sizes of its axes: T, B, I and H as
+    of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V of a row of values that are kept beside each other
+    (H of each)."""
 
     role: str
     axes: tuple[str, ...]
@@ -128,8 +128,8 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, tensor: str, dtype: str, state: str | None = None) -> Buffer:
-        """The buffer of a tensor; ``h_in`` is state h's ``state_in``, ``gradient_bias`` the gradient of parameter
-        ``bias``."""
+        """The buffer of a tensor, of a layer of ``dtype``; ``h_in`` is the name of the state h's ``state_in``, and
+        ``gradient_bias`` that of the gradient of the parameter ``bias``."""
         kind = TENSORS[tensor]
         name = tensor
         if state is not None:
@@ -209,16 +209,16 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Concurrent:
-    """CUDA: ``branches`` of calls in order at the same time, each on a share of the GPU and in a stream of its own.
-    None may write what another uses."""
+    """CUDA: ``branches``, each some calls in order, at the same time: each on a share of the GPU and in a stream of
+    its own. They must not write what another one uses."""
 
     branches: tuple[tuple[Call, ...], ...]
 
 
 @dataclass(frozen=True)
 class WaveLayer:
-    """A layer of a :class:`Wave`: ``calls`` for a chunk, whose T is its steps. ``rows``: buffers with rows of time ->
-    elements of a row for each row of the batch; a chunk gets them from its first step on."""
+    """A layer of a :class:`Wave`: ``calls`` for one chunk, whose T is the chunk's steps. ``rows``: buffers that have
+    rows of time -> elements of a row for each row of the batch; a chunk gets them from its first step on."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
@@ -238,8 +238,8 @@ class Wave:
 
 
 def chunk_steps(steps: int, chunks: int, least: int) -> int:
-    """Steps of a chunk: at most ``chunks`` chunks, of ``least`` steps at least. Eight are whole pieces of 16 bytes, x's
-    alignment."""
+    """Steps of a chunk where T = ``steps``: there are ``chunks`` chunks at most, of ``least`` steps at least. Eight
+    steps of any type are whole pieces of 16 bytes, to which x is aligned."""
     return -(-max(-(-steps // chunks), least) // 8) * 8
 
 
@@ -277,9 +277,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Program:
-    """Functions by name, whose parameters are named after buffers and scalars, buffers, and entries. ``in_place``:
-    workspaces of ``backward`` -> a kept buffer that may be in the same place: its values are then lost, the workspace
-    needs no memory."""
+    """Functions (by name, parameters named after buffers and scalars), buffers, and entries by name. ``in_place``:
+    workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values are then lost,
+    and the workspace takes no memory."""
 
     functions: dict[str, PrimFunc]
     buffers: tuple[Buffer, ...]
@@ -303,8 +303,8 @@ class Program:
 
 
 def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str) -> Call:
-    """The call with ``leaf`` of each launch, and ``name`` of each buffer around them; with :func:`every` the only
-    walk."""
+    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name. It
+    and :func:`every` are the only walks over calls; a kind that they do not know is an error."""
     def inside(calls: Iterable[Call]) -> tuple[Any, ...]:
         return tuple(mapped(one, leaf, name) for one in calls)
 
@@ -353,8 +353,8 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
 
 
 def packs(program: Program) -> bool:
-    """True where a GPU's module packs its weights by the kernel of build/pack_weights.cu, which has not all
-    packings."""
+    """True where a GPU's module packs its weights itself, by the kernel of build/pack_weights.cu, which does not know
+    every kind of packing."""
     packings = [b.packing for b in program.buffers if b.packing is not None]
     return bool(packings) and all(p.dtype in ON_GPU for p in packings)
 

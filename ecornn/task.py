@@ -17,8 +17,8 @@ from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Wo
 
 
 def make_task(cell: Cell, workload: Workload, device: Device, traversal: Traversal = ALONE) -> Task:
-    """Analyses ``cell``, or its adjoint's recurrence, at the workload's sizes; :class:`~ecornn.errors.CellError` if it
-    cannot."""
+    """Analyses ``cell`` at the workload's sizes; the recurrence of its adjoint where the workload is that. Raises
+    :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed, or differentiated."""
     from ecornn.analysis import analyse
     from ecornn.analysis.graph import stack_for
 

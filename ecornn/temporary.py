@@ -52,8 +52,8 @@ def limited() -> str:
 
 
 def lasting(make: Callable[[Path], T], kind: type[EcornnError] = BuildError) -> T:
-    """The result of ``make(folder)``, a folder that lives as long as the result. Raises ``kind`` where there can be
-    none."""
+    """The result of ``make``, called with a folder that lives as long as the result. Raises ``kind`` where there can be
+    no such folder."""
     with said(kind):
         name = tempfile.mkdtemp(prefix=PREFIX)
         try:

@@ -128,8 +128,8 @@ def _some(names: Iterable[str]) -> str:
 
 
 def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """``hidden``, ``input``, ``layers``, ``bidirectional`` of weights by PyTorch's names; :class:`WeightsError` without
-    them."""
+    """``hidden``, ``input``, ``layers`` and ``bidirectional`` of a layer's weights by PyTorch's names. Raises
+    :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing."""
     for name in ("weight_ih_l0", "weight_hh_l0"):
         if name not in weights:
             raise WeightsError(f"there is no {name} among the weights: {', '.join(weights) or 'there are none'}; "

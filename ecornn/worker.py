@@ -1,6 +1,6 @@
-"""A worker process: the parent's side, which starts, calls, kills and restarts it, and its program. Calls and replies,
-a length (4 bytes, little endian) and JSON, go through stdin and stdout. Native code that crashes harms the worker
-only."""
+"""A worker process: the parent's side, which starts, calls, kills and restarts it, and the program that it runs. Calls
+and replies go through stdin and stdout, each a length (4 bytes, little endian) and JSON. Native code that prints, loops
+or crashes harms the worker only."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Worker:
         self.turn = threading.RLock()  # held for the length of a call
 
     def call(self, function: str, argument: Any, kind: type[T], limit: float) -> T:
-        """``function(argument)`` in the worker, as ``kind``; :class:`WorkerError` where it fails, or is killed after
-        ``limit`` seconds."""
+        """The result of ``function(argument)`` in the worker, decoded as ``kind``. Raises :class:`WorkerError` where it
+        raises, crashes, or takes longer than ``limit`` seconds and is killed."""
         with self.turn:
             self.wake()
             return msgspec.json.decode(self.exchange(function, argument, limit), type=kind)

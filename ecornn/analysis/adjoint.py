@@ -75,8 +75,8 @@ def rotates(graph: StepGraph) -> bool:
 
 
 def gates_of_x(graph: StepGraph) -> dict[Var, int]:
-    """The gate of x's weights that each hoisted value is computed with, where it is one alone: gradients in this order
-    are multiplied by all gates at once, as the parameter has them."""
+    """The gate of x's weights that each hoisted value is computed with, where it is one gate alone: gradients that lie
+    in this order are multiplied by all gates at once, as the parameter has them."""
     gate_of = {p.var: p.term.gate for p in graph.hoisted_products}
     read = {a.var: {gate_of[v] for v in variables(a.value) if v in gate_of} for a in graph.hoisted}
     return gate_of | {v: min(gates) for v, gates in read.items() if len(gates) == 1}

@@ -1,5 +1,5 @@
-"""Step graphs in NumPy float64, for one step or all of a sequence; and adjoints, to check compiled gradients
-against."""
+"""Step graphs carried out in NumPy float64, for one step or for all steps of a sequence at once; and adjoints, to check
+compiled gradients against."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], l
 
 
 def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: Lines) -> dict[str, Tensor]:
-    """The tensors that step() returned, by name. Raises :class:`CellError` where these are not (B, H), here ``shape``,
-    or not as many as there are names."""
+    """The tensors that step() returned, by name. Raises :class:`CellError` where these are no tensors (B, H) of values,
+    here of this ``shape``, or more or less than there are names."""
     tensors, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
     if len(tensors) != len(names):
         beside = names[len(cell.states):]

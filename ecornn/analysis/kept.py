@@ -106,8 +106,8 @@ class ReadOut:
 
 
 def read_out(graph: StepGraph) -> ReadOut | None:
-    """The parts of a step; None where outputs need no exchange beyond the states', or for statistics of x, not computed
-    twice."""
+    """The parts of a cell's step; None where its outputs need no exchange that its states do not, or where it has
+    statistics of x, which are not computed twice."""
     if not graph.outputs or graph.hoisted_statistics:
         return None
     reads, level = reads_of(graph), levels(graph)

@@ -83,8 +83,8 @@ def extremum(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
 
 
 def smooth(e: Expr, v: Sequence[Expr]) -> tuple[Expr | float, ...]:
-    """Derivatives of max or min of x and 0 beside ``|x|``, as in a softplus that does not overflow: 1/2 at 0, so that
-    the whole has its derivative there."""
+    """The derivatives of a maximum or minimum of x and 0 beside ``|x|``, as softplus and logsigmoid have them where
+    they must not overflow: 1/2 at 0, so that the whole has its derivative there."""
     fixed = [type(x).__name__ == "FloatImm" and float(x.value) == 0.0 for x in v]
     if not any(fixed):
         return extremum(e, v, e)

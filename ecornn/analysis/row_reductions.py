@@ -68,8 +68,8 @@ class Statistics:
                      and self._all_from(terms, totals[0], read, size)), None)
 
     def _all_from(self, terms: list[Expr], total: Var, read: Var, units: int) -> bool:
-        """True where ``terms`` are squared deviations of a sum's operands from its mean; ``read``: the variable for the
-        sum."""
+        """True where ``terms`` are squared deviations of the operands of the sum ``total`` of so many units from its
+        mean; ``read``: the variable by which a unit reads the sum."""
         parts, operands = [*map(self._deviation, terms)], self.found[total][1]
         return total not in self.maxima and len(operands) == len(parts) and all(
             p is not None and p[0].same_as(o) and self._is_mean(p[1], read, len(operands) * units)

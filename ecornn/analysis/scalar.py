@@ -1,5 +1,5 @@
-"""Taking te expressions apart: scalars, whose operators are those of ``operators.py``; loads, and reductions over
-axes."""
+"""Taking te expressions apart: scalars, whose operators are those of ``operators.py``; loads, and reductions over axes.
+"""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Vector:
-    """A leaf ``var[j] = parameter[gate, j]``; without a parameter the number of the unit, ``var[j] = j``, not in
-    memory."""
+    """A leaf ``var[j] = parameter[gate, j]``. Without a name of a parameter it is ``var[j] = j``, of ``gate`` units: no
+    memory has it, kernels know the number of a unit."""
 
     var: Var
     parameter: str
@@ -133,9 +133,9 @@ class Sum:
 
 @dataclass(frozen=True)
 class OuterProduct:
-    """Outer products, one matrix product once the steps are done: ``parameter[gate, j, k]`` gets ``sum_t sum_b value[t,
-    b, j] * operand[t, b, k]``; None is the input x. With ``heads`` k goes over j's own head; ``rows`` and ``columns``
-    as of :class:`Term`."""
+    """Outer products added up over all steps and rows, one matrix product once the steps are done: ``parameter[gate, j,
+    k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x. With ``heads`` k goes over j's own
+    head; ``rows`` and ``columns`` as of :class:`Term`."""
 
     parameter: str
     gate: int

@@ -165,8 +165,8 @@ def flat_shape(shape: Shape) -> Shape:
 
 
 def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int) -> dict[str, Any]:
-    """The parameters that the step reads, from the ``given`` arrays that the cell learned: arrays of one framework by
-    name, in te shape. Raises :class:`CellError` where ``derived`` fails, or makes something else."""
+    """The parameters that the cell's step reads, from the ``given`` arrays that it learned: arrays of one framework by
+    name, in te shape. Raises :class:`CellError` where the cell's ``derived`` fails, or makes something else."""
     wanted = {name: tuple(shape) for name, shape in cell.parameters(input, hidden).items()}
     if not derives(cell):
         return {name: given[name] for name in wanted}

@@ -20,8 +20,8 @@ ALLOWED = (f"one of {', '.join(BUILTIN)}, one of these with options, such as 'ls
 
 
 def load_cell(spec: str) -> Cell:
-    """The cell of ``spec``, whose file is imported; :class:`ArgumentError` if there is none, :class:`CellError` if it
-    raises."""
+    """The cell that ``spec`` names. A file or module is imported, a class instantiated. Raises :class:`ArgumentError`
+    where there is no such cell, :class:`CellError` where its file raises."""
     if spec.partition("(")[0] in BUILTIN:
         return get(spec)
     where, _, name = spec.rpartition(":")

@@ -1,6 +1,6 @@
-"""Results beside the layers of a log: times of other libraries, and of the stages of a step. They are files of ``ecornn
-bench --json`` or ``--csv``, or JSON lines of ``benchmarks/``; ``why_above_floor.py`` measures stages by leaving them
-out."""
+"""Results beside the layers of a log: times of other libraries, and of the stages of a step. Results are files of
+``ecornn bench --json`` or ``--csv``, or JSON lines of ``benchmarks/``, of which those of ``why_above_floor.py`` have
+stages, measured by leaving them out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The content of the page: searches of a log with the effects of knobs, and the best of every layer with its floor,
-what its schedule says of it, and the code that each knob makes."""
+"""The content of the page: the searches of a log, with the effect of each knob, and the best of every layer beside its
+floor, with what its schedule says of it, and the lines of code that each knob makes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class SearchRun(Journal):
 
     @property
     def best(self) -> Trial | None:
-        """The last trial of the best configuration; the fastest there is in a run that was stopped, or pruned from the
-        log."""
+        """The last trial of the configuration that the run found best; where the log no longer has that, as after
+        ``ecornn log prune``, and of a run that was stopped, the fastest that it has."""
         if self.finish is not None and (best := self.last(self.finish.best)) is not None:
             return best
         return min((t for t in self.search if t.times), key=lambda t: t.times.median, default=None)  # type: ignore[union-attr]
@@ -129,8 +129,8 @@ def explained(groups: list[list[float]]) -> float:
 
 
 def importance(run: SearchRun, task: Task | None) -> dict[str, float]:
-    """Knobs by their share of the gain of the cost model's trees, trained on this run alone; other features of
-    candidates have the rest. {} where there is too little to learn."""
+    """Knobs of the best's schedule by their share of the total gain of the cost model's trees, trained on this run
+    alone. A schedule's other features of a candidate have the rest. {} where there is too little to learn."""
     from ecornn.tune.search import CostModel, features
     from ecornn.tune.space import Candidate
 
@@ -194,8 +194,8 @@ def floor_of(trial: Trial) -> FloorTerms | None:
 
 
 def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, Config], T]) -> T | None:
-    """A schedule's answer on a trial's configuration, with newer knobs; None without a task, or if the schedule has
-    changed."""
+    """A schedule's answer on the configuration of a trial, with the knobs that it has got since then; None without a
+    task, and where the schedule is not there, or has changed."""
     schedule = all_schedules().get(trial.schedule)
     if task is None or schedule is None or schedule.revision != trial.revision:
         return None

@@ -1,5 +1,5 @@
-"""The page, by a Jinja template that escapes all it is given, and its pictures: layers on a chip, times, lines,
-rooflines."""
+"""The page itself, by a template of Jinja that escapes all that it is given, and its pictures of what the log and the
+schedules say: layers on a chip, times of a step, lines by size, rooflines."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def chip_words(cut: Cut, device: Device) -> str:
 
 
 def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: dict[str, float], whole: float) -> str:
-    """The floor, the estimate by stages, these as measured, and the whole, µs; nothing where only the whole is
-    known."""
+    """The floor, the estimate by its stages, these as measured, and the whole, µs, on one scale; nothing where the
+    whole is all there is."""
     least = {} if floor is None else {"exchange": floor.exchange_us, "products": floor.products_us,
                                       "product of x": floor.hoisted_us, "bytes": floor.bytes_us}
     rows = [(row, [(TERMS[name], name, parts[name]) for name in TERMS if name in parts])
