@@ -8,8 +8,7 @@
 ``import ecornn.torch`` has layers for PyTorch models.
 
 What is listed in ``__all__`` is the public interface. Nothing of it is imported before its first
-use: a program that only runs modules never loads the compiler.
-"""
+use: a program that only runs modules never loads the compiler."""
 
 from __future__ import annotations
 

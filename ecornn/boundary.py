@@ -45,8 +45,7 @@ def public(function: F) -> F:
 def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
     """Raises :class:`~ecornn.errors.InternalError` from an error that the package raised itself, and not on purpose;
     ``layer`` gives the call as text. The last frame that is not a library's decides whose it is: a step or a hook that
-    a user wrote is so told from a fault here.
-    """
+    a user wrote is so told from a fault here."""
     fault = isinstance(error, UNTYPED) or type(error).__module__.partition(".")[0] in ("tvm", "tvm_ffi")
     if fault and not isinstance(error, EcornnError) and ours(error):
         raise InternalError(error, layer(), versions()) from error
@@ -64,7 +63,6 @@ def ours(error: BaseException) -> bool:
 
 
 def versions() -> str:
-    """Lists the versions of the package, Python and the loaded libraries."""
     from importlib.metadata import PackageNotFoundError, version
 
     said, packages = [], {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}

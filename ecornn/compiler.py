@@ -81,14 +81,12 @@ def _told(labels: list[str], chosen: Iterable[Found | None], entry: str) -> list
 
 def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str | None = None,
          config: Mapping[str, Value] | None = None, overlap: str = "auto", **properties: Any) -> LayerPlan:
-    """:func:`plan_layer` of ``LayerSpec(cell, **properties)``."""
     return plan_layer(LayerSpec(cell, **properties), target=target, schedule=schedule, config=config, overlap=overlap)
 
 
 def device_of(target: str | Device | None) -> Device:
-    """The device of a target; None: the GPU if there is one, else the CPU. Raises
-    :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not at hand.
-    """
+    """The device of a target; None: the GPU if there is one, else the CPU. Raises :class:`~ecornn.errors.ArgumentError`
+    where it is none, :class:`~ecornn.errors.DeviceError` where it is not at hand."""
     from ecornn.tune.choose import default_target
 
     if not isinstance(target, (str, Device, NoneType)):
@@ -174,7 +172,6 @@ def generate(planned: LayerPlan) -> Generated:
 
 
 def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
-    """The program and its manifest."""
     from ecornn.compose import compose
     from ecornn.task import make_manifest
 
@@ -234,8 +231,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
     ``DeviceError`` where the target is not at hand, ``CellError`` for a cell that cannot be
     analysed, ``ScheduleError`` where no schedule serves the layer or the configuration cannot run,
-    ``BuildError`` where a compiler is missing or fails.
-    """
+    ``BuildError`` where a compiler is missing or fails."""
     layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
                       layers, bidirectional, lengths, resets, reverse, sequences, training, keep)
     return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)

@@ -1,13 +1,9 @@
 """The program of a stack, from those of its sequences.
 
-Sequences run one after the other, or some at the same time. y of a layer is a workspace, and x of the next one. Equal
-functions are kept once and launched with other buffers; sequences with one program share its workspaces, unless they
-run at the same time.
-
-A chunk of time is a call of the same kernels with fewer steps: on the rows of x, y and the masks from its first step
-on, and from the states that the chunk before it left where the call's final states belong. So T stays free, and a call
-that is too short for two chunks runs one layer after the other.
-"""
+Sequences run one after the other, or some at the same time. y of a layer is a workspace, and x of the next. Equal
+functions are kept once; sequences with one program share its workspaces unless they run at the same time. A chunk of
+time is a call of the same kernels on the rows from its first step on, from the states that the chunk before left where
+the call's final states belong. So T stays free, and a call too short for two chunks runs one layer after the other."""
 
 from __future__ import annotations
 
@@ -29,10 +25,9 @@ REMAINING = "remaining"  # lengths of what is left from each step on, which a ch
 
 
 def compose(stack: Stack, whole: Workload, programs: Sequence[ir.Program], overlap: Overlap = SERIAL) -> ir.Program:
-    """One program of all, with the entries of the ``programs``, which are of ``stack.parts(whole)`` in order; the entry
-    ``run`` goes as ``overlap`` says. Its buffers are those that all parts share, such as the call's ``x`` and
-    ``lengths``, and each part's states and packed weights, named with the part's label: ``l1_reverse_h_in``. Weights
-    are packed from parameters of such a prefix."""
+    """One program with the entries of ``programs``, which are of ``stack.parts(whole)`` in order; ``run`` goes as
+    ``overlap`` says. Buffers are those that all parts share, such as ``x`` and ``lengths``, and each part's states and
+    packed weights, named with its label, as ``l1_reverse_h_in``; so are the parameters that weights are packed from."""
     if stack.count == 1:
         return programs[0]
     parts = stack.parts(whole)
@@ -85,7 +80,6 @@ class _TrainingStack:
         self.owners = {program: f"t{n}_" for n, program in enumerate(dict.fromkeys(map(id, programs)))}
 
     def entry(self, name: str) -> ir.Entry:
-        """One of the two."""
         calls, taken = list[ir.Call](), dict[str, None]()
         sequences, directions = list(zip(self.parts, self.programs, strict=True)), self.stack.directions
         layers = [sequences[n:n + directions] for n in range(0, len(sequences), directions)]
@@ -119,7 +113,6 @@ class _TrainingStack:
         return [_renamed(call, {"dx": dx[0], "dx_second": dx[1]}, known) for call in adding.calls]
 
     def placed(self, b: ir.Buffer, part: Part, owner: str) -> ir.Buffer:
-        """A buffer of a part as one of the stack."""
         work, of_x, of_y = part.workload, b.tensor in ("x", "dx"), b.tensor in ("y", "dy")
         rows = ir.Extent(0, work.batch * (work.input if of_x else part.traversal.y_width(work.hidden)))
         if b.tensor == "dx" and part.second and self.beside:
@@ -162,7 +155,6 @@ def _arranged(sequences: list[ir.WaveLayer], overlap: Overlap) -> tuple[ir.Call,
 
 
 def parameter_prefix(stack: Stack, part: Part) -> str:
-    """The prefix of a part's parameters, before the cell's own names."""
     return f"{part.label}." if stack.count > 1 else ""
 
 

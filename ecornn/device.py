@@ -56,20 +56,15 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def identity(self) -> Device:
-        """This device without ``memory``, by which runs, records and servers tell devices apart. Of equal machines
-        memory differs by some kilobytes, of one machine from boot to boot, and of GPUs by some megabytes; no schedule
-        looks at it. Rounded, it would still differ where it lies at a boundary. The name tells products of other memory
-        apart, slices of a GPU (MIG) too."""
+        """This device without ``memory``, by which runs, records and servers tell devices apart. Memory differs by
+        kilobytes from boot to boot and by megabytes between equal GPUs, and no schedule reads it; products that differ
+        in it, and slices of a GPU (MIG), differ by name."""
         return msgspec.structs.replace(self, memory=0)
 
     def clusters(self, blocks: int) -> int:
-        """Clusters of ``blocks`` blocks, each with a multiprocessor to itself, that run at once; 0: there are none.
-
-        Two multiprocessors that are neighbours can be one, a larger cluster is on one GPC. As
-        cudaOccupancyMaxActiveClusters says, an H100 has seven of 16 multiprocessors or more and one of at least 8 (30
-        clusters of 4, 15 of 8, 7 of 12 and 16); which have more differs from chip to chip. Another number of
-        multiprocessors, or a share of them, has as many in proportion.
-        """
+        """Clusters of ``blocks`` blocks, each on a multiprocessor of its own, that run at once. Two need neighbours, a
+        larger one a GPC. By cudaOccupancyMaxActiveClusters an H100 has seven of 16 multiprocessors or more and one of
+        at least 8 (30 clusters of 4, 15 of 8, 7 of 12 and 16), others as many in proportion."""
         if not self.can.bulk_copies or not 1 <= blocks <= self.can.cluster:
             return 0
         return self.cores // blocks if blocks <= 2 else (7 * (16 // blocks) + 8 // blocks) * self.cores // 132

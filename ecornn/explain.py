@@ -1,5 +1,4 @@
-"""Why a layer gets the schedule that it gets, and what to expect of it, as data: from a plan, which nothing was built
-of, with neither the device nor a compiler."""
+"""The reasons for a layer's schedule, and the times to expect, as data from a plan; needs no device and no compiler."""
 
 from __future__ import annotations
 
@@ -42,8 +41,6 @@ class StepSummary(msgspec.Struct, frozen=True):
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A schedule for the device."""
-
     schedule: str
     refuses: str | None  # why it does not serve the layer
     expected_us: float | None  # of a step of its default; None where nobody can say
@@ -98,8 +95,6 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """An explanation of a layer on a device."""
-
     layer: str
     stack: str
     overlap: str
@@ -163,7 +158,6 @@ def chip_of(features: Mapping[str, float], device: Device) -> dict[str, float]:
 
 
 def summary(task: Task) -> StepSummary:
-    """The step of a task in numbers."""
     graph, work, phases = task.graph, task.workload, task.graph.phases
     exchanged = [sorted({v.name for v in (*p.operands, *(o for s in p.statistics for o in s.operands))})
                  for p in phases]
@@ -202,6 +196,5 @@ def floor_terms(task: Task) -> FloorTerms | None:
 
 
 def step_of(graph: StepGraph) -> Step:
-    """The numbers of products and exchanges of a step, by which its floor is computed."""
     phases = graph.product_phases
     return Step(sum(len(p.products) for p in phases), len(graph.hoisted_products), len(phases))

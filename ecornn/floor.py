@@ -12,8 +12,7 @@ owned by ``blocks`` multiprocessors that hold all recurrent weights and exchange
                 memory where L2 does not hold them; x and y once, from and to device memory
 
 The terms are added, so a kernel that hides one behind another (the projection in the wait for h) may go below. What is
-left out: gate math, synchronisation of warps, padding, the weights' first load, registers that other values need.
-"""
+left out: gate math, synchronisation of warps, padding, the weights' first load, registers that other values need."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ def known(name: str, triple: str) -> bool:
 
 
 def promised(name: str, triple: str) -> set[str]:
-    """The instruction sets of :data:`FLAGS` that LLVM uses for a CPU of this name."""
     return used(name, triple) & set(FLAGS.values())
 
 
@@ -65,7 +64,6 @@ def used(name: str, triple: str, attributes: Sequence[str] = ()) -> set[str]:
 
 
 def machine_of(device: Device) -> str:
-    """``x86_64`` or ``aarch64``, as a CPU is called by the kernel."""
     return "aarch64" if "neon" in device.features else "x86_64"
 
 

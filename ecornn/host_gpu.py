@@ -58,8 +58,7 @@ def architecture(major: int, minor: int, name: str) -> str:
 
 
 def driver_version() -> str | None:
-    """The driver's version such as ``580.65.06``, or the CUDA version it serves such as ``CUDA 13.0``
-    where it tells no more; None without a driver."""
+    """The driver's version (``580.65.06``), or that of the CUDA it serves (``CUDA 13.0``); None without a driver."""
     if nvml := _open("libnvidia-ml.so.1"):
         text = ctypes.create_string_buffer(96)
         if nvml.nvmlInit_v2() == 0:

@@ -1,7 +1,6 @@
 """A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64. :func:`interpret` is the
-reference of cells that have no formula in NumPy, for users, the tuner and ``ecornn check-cell``. ``bench/step_loop.py``
-is the other back end, Python that calls PyTorch. Neither knows anything of ``ecornn.analysis``, from which kernels are
-made: an error there must not be in both."""
+reference of cells without a formula in NumPy; ``bench/step_loop.py`` is the other back end, Python that calls PyTorch.
+Neither uses ``ecornn.analysis``, from which kernels are made: an error there must not be in both."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each. Returns y (T, B,
-    H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises :class:`CellError` for an
-    operation that is not known here."""
+    """Runs one layer: x (T, B, I), ``parameters`` by name in te shape, states (B, H) each. Returns y (T, B, H), or (T,
+    B, O H) of O outputs, and the final states; float64. Raises :class:`CellError` for an unknown operation."""
     now, rows = tuple(np.asarray(s, np.float64) for s in states), np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
@@ -72,16 +70,14 @@ def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
 
 
 def output_numbers(cell: Cell) -> tuple[int, ...]:
-    """The places of a cell's outputs among the tensors that its step returns."""
     returned = cell.returned_names()
     return tuple(returned.index(name) for name in cell.output_names())
 
 
 class Step:
-    """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes: its te
-    tensors, and the walk through them. Values of tensors and expressions are NumPy arrays, of float64 but for indices
-    and conditions. Another back end overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``,
-    ``applied``, ``cast`` and ``load``."""
+    """One step of a cell, for x (B, I), the cell's inputs behind it, and states (B, H): te tensors, and a walk through
+    them. Values are NumPy arrays, of float64 but for indices and conditions. Other back ends override ``expanded``,
+    ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
@@ -106,7 +102,6 @@ class Step:
 
     # -- the walk -------------------------------------------------------------------------------
     def tensor(self, tensor: Tensor) -> Any:
-        """All values of a tensor."""
         key = tensor.op, tensor.value_index
         if key not in self.known:
             if type(tensor.op).__name__ != "ComputeOp":
@@ -132,11 +127,9 @@ class Step:
         return self.expanded(total if start is None else self.plus(total, self.value(start, places)), shape)
 
     def multiplied(self, parts: Sequence[Expr], places: Mapping[Var, Array]) -> list[Any]:
-        """The values of the factors that a sum adds up products of."""
         return [self.value(part, places) for part in parts]
 
     def value(self, e: Expr, places: Mapping[Var, Array]) -> Any:
-        """An expression at all ``places`` of its axes."""
         kind = type(e).__name__
         if kind == "Var":
             return places[e]
@@ -171,7 +164,6 @@ class Step:
         return np.broadcast_to(value, extents).max(axis=tuple(range(kept, len(extents))))
 
     def plus(self, total: Any, start: Any) -> Any:
-        """A sum with the value that it starts at."""
         return total + start.item()
 
     def product(self, values: Sequence[Any], extents: tuple[int, ...], kept: int) -> Any:
@@ -188,7 +180,6 @@ class Step:
         return total.reshape([extents[n] if shared[n] else 1 for n in range(kept)]) * alike
 
     def applied(self, name: str, arguments: Sequence[Any]) -> Any:
-        """The operator of :data:`OPERATORS` on values."""
         return np.asarray(OPERATORS[name].numpy(*arguments))
 
     def cast(self, value: Any, kind: str) -> Any:

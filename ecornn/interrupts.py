@@ -1,7 +1,6 @@
-"""Ctrl-C where it is safe: a KeyboardInterrupt is raised anywhere, also in the middle of what guards a lock. ``with
-condition:`` runs ``Condition.__enter__``, which is written in Python. An exception that a signal raises when that has
-the lock, and before the block begins, leaves the lock locked for ever: a thread that needs it, such as one of an
-executor, never ends, nor does a program that waits for it."""
+"""Ctrl-C where it is safe: a KeyboardInterrupt may be raised in the middle of ``Condition.__enter__``, which is Python,
+after the lock is taken and before the block begins. The lock then stays locked for ever, and so do threads that need
+it, such as an executor's, and a program that waits for these."""
 
 from __future__ import annotations
 
@@ -32,9 +31,8 @@ def locking(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def safe_interrupts(*more: signal.Signals) -> Iterator[None]:
-    """SIGINT, and ``more`` signals whose action is the default one, raise a KeyboardInterrupt where no lock is left
-    locked by it. Nothing in another thread than the main one, which gets no signals, or where a program has a handler
-    of its own."""
+    """SIGINT, and ``more`` signals with default actions, raise a KeyboardInterrupt where it leaves no lock locked.
+    Nothing changes in other threads, which get no signals, or where the program has a handler."""
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not locking(frame):
             raise KeyboardInterrupt

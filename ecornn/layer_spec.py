@@ -15,10 +15,9 @@ from ecornn.workload import BATCH, SEQ, Stack, Workload
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A recurrent layer, or a stack of them, at one size. :func:`ecornn.compile` says what each property means, and has
-    the same names and defaults. It is checked when it is made: a cell is loaded, and one of the user's own analysed.
-    Raises :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the argument and what is allowed, and
-    :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed."""
+    """A recurrent layer or stack at one size; properties as of :func:`ecornn.compile`. Making it checks it: the cell is
+    loaded, a user's own analysed. Raises :class:`~ecornn.errors.ArgumentError` and its subclasses, which name the
+    argument, and :class:`~ecornn.errors.CellError` for a cell that cannot be loaded or analysed."""
 
     cell: str | Cell
     hidden: int
@@ -50,7 +49,6 @@ class LayerSpec:
 
     @cached_property
     def loaded(self) -> Cell:
-        """The cell itself."""
         return load_cell(self.cell) if isinstance(self.cell, str) else self.cell
 
     @cached_property
@@ -78,6 +76,5 @@ class LayerSpec:
 
 
 def usual_dtype(kind: str, precision: str | None) -> str:
-    """The data type where a user leaves it open, on a device of that kind, ``cuda`` or ``llvm``; a precision is of
-    float32."""
+    """The data type that a user leaves open, on ``cuda`` or ``llvm``; a precision is of float32."""
     return "float32" if kind == "llvm" or precision else "bfloat16"

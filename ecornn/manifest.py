@@ -15,9 +15,8 @@ _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A parameter as the user passes it: ``name`` with PyTorch's suffix; ``key`` is the packings' name for it, the
-    cell's own or, in a stack, that with the part's prefix; ``shape`` as PyTorch stores it, ``gates`` the G that its
-    first axis folds in."""
+    """A parameter as the user passes it: PyTorch's ``name`` and ``shape``; ``key``, the packings' name, has the part's
+    prefix in a stack; ``gates`` is the G that the first axis folds in."""
 
     name: str
     key: str
@@ -26,8 +25,7 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything the loader needs besides machine code. What there is none of is unset; ``together``, ``dx_in`` and
-    ``in_place`` are those of the program."""
+    """All that the loader needs besides code; ``together``, ``dx_in`` and ``in_place`` are the program's."""
 
     workload: Workload  # with the input size of the first layer
     device: Device
@@ -56,7 +54,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def own_input(self) -> int:
-        """The I of x itself."""
         return self.workload.input - len(self.inputs or ()) * self.workload.hidden
 
     @property

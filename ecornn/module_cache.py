@@ -1,10 +1,8 @@
-"""Modules that ``ecornn.torch`` need not compile: of folders of module files, and of the build cache, without TVM.
+"""Modules that ``ecornn.torch`` need not compile: from folders of module files and from the build cache, without TVM.
 
-A folder goes with a program that PyTorch saved, which so runs where there is no compiler. ``ECORNN_MODULES`` names it,
-or several with colons between them; a module of a folder is found by its manifest. An entry of the cache is found by
-all that a module depends on: the layer, the device, the tuning logs as they lie there, the code of ecornn, its
-dependencies and compilers.
-"""
+``ECORNN_MODULES`` names folders, colons between them, which go with a program that PyTorch saved; a module there is
+found by its manifest. An entry of the cache is found by all that a module depends on: layer, device, tuning logs as
+they lie there, ecornn's code, dependencies, compilers."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ _told: list[str] = []
 
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
     """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``. The logger
-    ``ecornn`` says when a process first compiles something: it takes seconds. Raises
-    :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there."""
+    ``ecornn`` hears when a process first compiles. Raises :class:`~ecornn.errors.ModuleError` where that needs TVM."""
     if (ahead := find(layer, target, config)) is not None:
         return _remembered(ahead)
     if importlib.util.find_spec("tvm") is None:
@@ -143,7 +140,6 @@ def _folders() -> list[Path]:
 
 
 def _remembered(module: Module) -> Module:
-    """The module, which :func:`save_modules` knows from now on."""
     _had[id(module)] = module
     return module
 
@@ -154,8 +150,7 @@ def save_modules(folder: str | os.PathLike[str]) -> list[Path]:
     ``ECORNN_MODULES=folder``. They are named after their content, so that several programs may share a folder.
 
     Raises OSError where the folder cannot be written, and :class:`~ecornn.errors.ModuleError` where nothing has been
-    used yet: call the model first, or :func:`ecornn.torch.prepare`.
-    """
+    used yet: call the model first, or :func:`ecornn.torch.prepare`."""
     if not _had:
         raise ModuleError("no compiled layer has been called in this process: there is nothing to save")
     place, saved = Path(folder), []
@@ -209,13 +204,11 @@ class Asked(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, layer: LayerSpec, target: str) -> Asked:
-        """The message that says this."""
         fields = {name: getattr(layer, name) for name in layer.__dataclass_fields__}
         return cls(fields | {"cell": layer.workload.cell}, target)
 
 
 def ready(_: None) -> None:
-    """The first call of a worker process."""
     _told.append("by the other process")
 
 

@@ -1,7 +1,6 @@
-"""The gradients of the layers in NumPy float64: what compiled gradients are checked against. They come from the
-formulas of ``numpy_reference.py`` and a tape, apart from ``ecornn.analysis`` and without TVM. The tape is of arrays
-that remember how they were computed, so that a formula written for arrays gives its gradients, too. It knows the
-functions that formulas of recurrent layers use."""
+"""The gradients of the layers in NumPy float64, which compiled ones are checked against: from the formulas of
+``numpy_reference.py`` and a tape of arrays that remember how they were computed, apart from ``ecornn.analysis`` and
+without TVM. The tape knows the functions that these formulas use."""
 
 from __future__ import annotations
 
@@ -177,7 +176,6 @@ def _split(array: Traced, parts: int, axis: int = 0) -> list[Traced]:
 
 
 def erf(array: Any) -> Any:
-    """The error function of an array, with or without a tape."""
     value = plain(array)
     result = np.vectorize(math.erf, otypes=[np.float64])(value)
     slope = 2 / math.sqrt(math.pi) * np.exp(-np.square(value))

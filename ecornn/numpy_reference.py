@@ -61,8 +61,7 @@ class Call:
 
 def checked(formula: Formula, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None, lengths: Any,
             resets: Any) -> Call:
-    """Checks the arguments of :func:`~ecornn.numpy_reference.reference`, which lists the errors, and makes them
-    float64."""
+    """Checks the arguments of :func:`~ecornn.numpy_reference.reference`, which lists the errors; makes them float64."""
     count, (layers, directions) = formula.states, _extent(formula, weights)
     x = _shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))
     steps, batch, parts = x.shape[0], x.shape[1], layers * directions
@@ -181,8 +180,7 @@ def _lstm(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] 
 
 
 def _gru(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] = ()) -> States:
-    """Gates r, z, n; the reset gate scales the finished product R_n h + b_n. With ``gains`` LN(R h); ``wx`` has LN(W x)
-    then. Ba et al. 2016, supplement."""
+    """Gates r, z, n; r scales R_n h + b_n. ``gains``: LN(R h), and ``wx`` has LN(W x) (Ba et al. 2016, supplement)."""
     (h,) = states
     xr, xz, xn = np.split(wx, 3, axis=1)
     hr, hz, hn = np.split(_normal_in_parts(h @ r.T, 3, *gains) + b, 3, axis=1)
@@ -232,8 +230,7 @@ def formula_of(cell: str) -> Formula:
 
 
 def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
-    """A cell's te step, as :func:`reference` runs it through sequences. The shapes of x, weights and state tell the
-    cell's sizes."""
+    """A cell's te step for :func:`reference`; the shapes of x, weights and state tell its sizes."""
     from ecornn.cells import Cell
 
     if not isinstance(cell, Cell):
@@ -261,8 +258,7 @@ def _flat_shapes(cell: Cell, width: int, hidden: int) -> dict[str, tuple[int, ..
 
 
 def _hidden_size(cell: Cell, input: int, weights: Mapping[str, Any], state: Sequence[Any] | None) -> int:
-    """H of a layer: that of a state; else the H for which most weights of the first layer have the shapes that the cell
-    gives them; without parameters I."""
+    """H: that of a state; else the one that fits most weights of the first layer; without parameters I."""
     if state is not None and len(state) and np.ndim(state[0]):
         return np.shape(state[0])[-1]
     given = {n: np.shape(w) for n, w in weights.items()}
@@ -307,8 +303,7 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
     ArgumentError : a cell that is not one of these, or a length that is not from 0 to T
     WeightsError : a weight is missing, or one is too many
     ShapeError : a shape does not fit the others
-    CellError : a Cell's step uses what NumPy has no reference for
-    """
+    CellError : a Cell's step uses what NumPy has no reference for"""
     formula = formula_of(cell) if isinstance(cell, str) else formula_of_cell(cell, x, weights, state)
     call = checked(formula, x, weights, state, lengths, resets)
     y, last = run(call)
@@ -318,12 +313,10 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
 
 
 def _kinds(cell: str) -> tuple[str, ...]:
-    """The kinds of a layer's weights, in order."""
     return KINDS + (GAINS if cell in NORMALIZED else ()) + (STATE_GAINS if cell == "lstm(layer_norm)" else ())
 
 
 def _shapes(cell: str, inputs: int, hidden: int) -> list[tuple[int, ...]]:
-    """The shapes of a layer's weights, in order."""
     rows = _lookup(cell)[0] * hidden
     special = {"weight_ih": (rows, inputs), "weight_hh": (rows, hidden), **dict.fromkeys(STATE_GAINS, (hidden,))}
     return [special.get(kind, (rows,)) for kind in _kinds(cell)]

@@ -1,16 +1,11 @@
 """The sequences of a stack that run at the same time on a GPU, each on a share of its multiprocessors.
 
-A persistent kernel of a small layer does not gain much from the last blocks that it is given, and most of its step
-is the trip of the state through L2. So two sequences on a half of the GPU each can be done before one after the
-other on all of it are. The times that schedules expect of a step decide.
-
-The directions of a layer need nothing of each other. Layers need the output of the one before, so they work on chunks
-of time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times as long as one;
-more chunks fill the GPU sooner, but each has its launches. Layers that read rows from the end have no chunks.
-
-A sequence is planned for its share as if that were a GPU of its own, so that all cooperative grids are on the chip at
-once. Records count for a share if no more multiprocessors measured them.
-"""
+The last blocks gain a small layer's persistent kernel little, since most of its step is the trip of the state through
+L2: two sequences on half a GPU each can be done before one after the other on all of it. Expected times of steps
+decide. Directions need nothing of each other. Layers work on chunks of time, each a chunk behind the one before it: K
+chunks through n layers take K + n - 1 times one; each chunk has its launches. Reverse layers have no chunks. A sequence
+is planned for its share as if that were a GPU, so that all cooperative grids fit at once; records count if no more
+multiprocessors measured them."""
 
 from __future__ import annotations
 
@@ -50,10 +45,9 @@ class Arrangement:
 
 def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str,
             choose: Callable[[Task], Found], expect: Callable[[Task], float]) -> Arrangement:
-    """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: the one that is expected to take the least time.
-    ``choose`` finds the schedule and configuration of a task, ``expect`` the nanoseconds of its step. Raises
-    :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where nothing serves a
-    share."""
+    """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: the fastest expected. ``choose`` finds a task's
+    schedule and configuration, ``expect`` the nanoseconds of its step. Raises :class:`ArgumentError` where the stack
+    cannot be arranged so, :class:`ScheduleError` where nothing serves a share."""
     if wish not in WISHES:
         raise ArgumentError("overlap", wish, f"one of {', '.join(WISHES)}")
     if wish in OVERLAPS and (reason := impossible(wish, stack, device)):
@@ -107,7 +101,6 @@ class _Arranger:
         self.known: dict[object, tuple[Task, Found, float]] = {}
 
     def overlaps(self, kinds: list[str] | tuple[str, ...]) -> Iterator[Overlap]:
-        """The overlaps of these kinds that can be tried."""
         for kind in kinds:
             if impossible(kind, self.stack, self.device) is None:
                 layers = self.stack.layers
@@ -115,8 +108,7 @@ class _Arranger:
                 yield from (Overlap(kind, width) for width in widths if 2 <= width <= min(WIDEST, self.device.cores))
 
     def arrangement(self, overlap: Overlap, timed: bool = True) -> Arrangement:
-        """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own. ``timed``: True
-        asks for the expected time, which takes longer to find out than the records that apply."""
+        """The stack arranged so. ``timed``: asks for expected times, too, which take longer to find than records."""
         device = structs.replace(self.device, cores=self.device.cores // overlap.width)
         tasks, chosen, times = zip(*(self._sequence(part, device, timed) for part in self.stack.parts(self.whole)),
                                    strict=True)
@@ -144,15 +136,13 @@ class _Arranger:
         return sum(each)
 
     def _in_chunks(self, overlap: Overlap, step: float) -> Overlap:
-        """``overlap`` with the number of chunks that is best for the T to expect, and no chunk shorter than its
-        launches."""
+        """``overlap`` with the best number of chunks for the T to expect, none shorter than its launches."""
         seq, step = self.whole.seq, step if isfinite(step) else self.rates.step
         chunks = min(range(1, CHUNKS + 1), key=lambda n: wave_time(seq, n, overlap.width, step, self.rates))
         least = min(ceil(self.rates.sequence / step), chunk_steps(seq, chunks, 1))
         return structs.replace(overlap, chunks=ceil(seq / chunk_steps(seq, chunks, least)), least=least)
 
     def explained(self, made: Arrangement, serial: Arrangement | None) -> Arrangement:
-        """``made`` with the reason in the provenance of every sequence."""
         reasons = ["as asked for"] if serial is None else []
         if isfinite(made.expected):
             reasons.append(f"about {made.expected / 1e3:.0f} µs expected for {self.whole.seq} steps")

@@ -91,24 +91,21 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_step: int = 0
 
     def at(self, steps: int) -> int:
-        """The size for T = ``steps``."""
         return self.fixed + self.per_step * steps
 
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The recipe of a packed weight buffer, by which ``bind`` makes it once from the cell's parameters.
 
-    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a matrix, (H,) for a
-    vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the parameter as PyTorch has
-    it), padded at the end with zeros to ``pad``, reshaped to ``split``, transposed by ``order`` and stored as
-    ``dtype``: a floating-point type; ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last
-    axis of ``pad``) divided by its scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a
-    row's largest magnitude / 127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and
-    ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or
-    below the mean magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows
+    The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) or (H,); ``("", 0)`` is zeros,
+    and gate :data:`WHOLE` of a matrix (G*H, K), as PyTorch has it), padded at the end with zeros to ``pad``, reshaped
+    to ``split``, transposed by ``order`` and stored as ``dtype``: a floating-point type; ``tf32``, float32 rounded to
+    10 bits of mantissa; ``int8``, each row (last axis of ``pad``) divided by its scale, rounded to nearest even, plus
+    128; ``scale``, float32, a row's largest magnitude / 127, without the last axis; ``int16`` and ``int21`` with
+    ``int16_scale`` and ``int21_scale``, see ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the
+    power of two at or below its mean magnitude of nonzeros; ``balance``, those powers; ``pairs``, float32, of such rows
     as ``split`` has them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one
-    with the opposite sign.
-    """
+    negated."""
 
     sources: tuple[Source, ...]
     pad: tuple[int, ...]
@@ -142,11 +139,9 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return 1 if self.dtype == "uint8" else ITEMSIZE.get(self.dtype, 4)
 
     def nbytes(self, steps: int) -> int:
-        """Bytes for T = ``steps``."""
         return self.extent.at(steps) * self.itemsize
 
 
@@ -161,14 +156,11 @@ class Fill:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.
-
-    A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own name, or one of the
-    scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry that takes
-    ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32. ``early``: it may
-    begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel itself waits for
-    the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
-    """
+    """One kernel launch. A parameter of the function is the buffer that ``names`` gives for it, else the one of its own
+    name, or an int32 scalar: ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), ``add`` (in an entry that
+    takes ``existing``: 1 where gradients of parameters are added to what is there). ``early``: it may begin before the
+    launch ahead of it in its stream has ended, once that allows it: the kernel itself waits for the end
+    (``griddepcontrol``) before it reads what launches write, or writes what they use."""
 
     function: str
     grid: int
@@ -235,15 +227,13 @@ class WaveLayer:
 
 @dataclass(frozen=True)
 class Wave:
-    """CUDA: ``layers`` at the same time, in chunks: one of a layer comes after the one before it, and after the
-    same one of the layer before."""
+    """CUDA: ``layers`` at once, in chunks, each after the one before it, and after the same one of the layer before."""
 
     layers: tuple[WaveLayer, ...]
     chunks: int
     least: int
 
     def steps(self, steps: int) -> int:
-        """Steps of a chunk where T = ``steps``."""
         return chunk_steps(steps, self.chunks, self.least)
 
 
@@ -254,18 +244,16 @@ def chunk_steps(steps: int, chunks: int, least: int) -> int:
 
 
 def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
-    """The part of ``extent`` that one chunk needs, as an extent for all T: a chunk has T / chunks + least + 8 steps at
-    most."""
+    """The part of ``extent`` that a chunk needs, for all T: a chunk has T / chunks + least + 8 steps at most."""
     return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """CUDA: ``calls`` for one chunk of ``steps`` steps after the other, of which the last one in time may have fewer;
-    their T is the chunk's; all but the first one have ``add`` 1. ``reverse``: the last one comes first. Launches may
-    read the scalars ``first_step``, the chunk's first step, and ``all_steps``, the T of the call; ``rows`` and
-    ``states`` as of :class:`WaveLayer`. ``in_place``: pairs of a workspace and a buffer of ``rows``; where a call has
-    both in one place, that is, where a chunk's rows of the one are, the other is."""
+    """CUDA: ``calls`` for one chunk of ``steps`` steps after the other; the last in time may have fewer. T is the
+    chunk's; all but the first have ``add`` 1. ``reverse``: the last comes first. Scalars: ``first_step`` of the chunk,
+    ``all_steps``, the call's T; ``rows`` and ``states`` as of :class:`WaveLayer`. ``in_place``: pairs of a workspace
+    and a buffer of ``rows``; where a call has both in one place, the workspace is where the chunk's rows are."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
@@ -311,7 +299,6 @@ class Program:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The calls of all entries."""
         return tuple(call for entry in self.entries.values() for call in entry.calls)
 
 
@@ -362,7 +349,6 @@ def every(calls: Iterable[Call]) -> Iterator[Call]:
 
 
 def launches(calls: Iterable[Call]) -> Iterator[Launch]:
-    """Every launch of a kernel among ``calls``, in order."""
     return (one for one in every(calls) if isinstance(one, Launch))
 
 
@@ -384,8 +370,7 @@ def packed_for_left_out(program: Program) -> tuple[str, ...]:
 
 
 def leaves_out(program: Program) -> tuple[str, ...]:
-    """The tensors that a call of ``backward`` may have null for: those that only launches make which are left out
-    then."""
+    """The tensors that a call of ``backward`` may have null for: only launches that are left out then make them."""
     states = {b.name for b in program.buffers if b.tensor == "dstate_in"}
     makers = [one for one in launches(program.entries[BACKWARD].calls if BACKWARD in program.entries else ())
               if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]

@@ -16,8 +16,7 @@ def require_tvm() -> None:
 
 
 def import_tvm() -> None:
-    """Imports TVM. Where PyTorch is installed TVM imports it too, which takes longer than all the rest
-    (2 seconds of 3); it does without where there is none, and so it seems meanwhile."""
+    """Imports TVM without PyTorch, which it would import if installed (2 seconds of 3): it seems missing meanwhile."""
     require_tvm()
     if "tvm" in sys.modules or "torch" in sys.modules:
         return

@@ -28,9 +28,8 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
 
 
 def read_out_task(task: Task) -> Task:
-    """The loop of a task, with the passes that can follow it, where nothing is kept for a backward pass; else the task.
-    On a CPU these passes need weights as they are; for several rows they must have no products of x, which are faster
-    there in the chunk's projection."""
+    """A task's loop, with the passes that can follow it; the task where values are kept for backward. On CPUs they need
+    weights as they are, and of several rows no products of x, which are faster in the chunk's projection."""
     from ecornn.analysis.kept import read_out
 
     whole = task.traversal.keep is not None or task.workload.weights is not None
@@ -59,14 +58,10 @@ def tunes_backward(task: Task) -> bool:
 
 def make_program(schedule: Schedule, task: Task, config: Config,
                  backward: tuple[Schedule, Config] | None = None, overlap: Overlap = SERIAL) -> Program:
-    """The program of a configuration, with a backward pass where the task has one.
-
-    ``backward`` : what carries out its recurrence, where that :func:`is a choice of its own <tunes_backward>`
-    ``overlap`` : of its stack
-
-    Raises :class:`~ecornn.errors.CellError` where the cell's step has more operators behind one another than Python's
-    stack has room for.
-    """
+    """The program of a configuration, with a backward pass where the task has one. ``backward`` carries out its
+    recurrence, where that :func:`is a choice of its own <tunes_backward>`; ``overlap`` is the stack's. Raises
+    :class:`~ecornn.errors.CellError` where the step has more operators behind one another than Python's stack has room
+    for."""
     from ecornn.analysis.graph import stack_for
 
     with stack_for(task.workload.cell):

@@ -35,9 +35,8 @@ def said(kind: type[EcornnError] = BuildError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for files that a compiler reads and writes; it is removed with all that is in it. Raises
-    :class:`BuildError` where there can be none, where an OSError comes out of it, and where a file of :data:`ROOM`
-    bytes could not be written: LLVM would end the process."""
+    """A temporary folder. Raises :class:`BuildError` where there can be none, for an OSError within, and where a file
+    of :data:`ROOM` bytes could not be written: LLVM would end the process."""
     with said(), tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         if shutil.disk_usage(name).free < ROOM:
             raise BuildError(f"{Path(name).parent} has less than {ROOM >> 20} MiB left: make room, or set TMPDIR")

@@ -21,14 +21,11 @@ MARK = {"written_by": "ecornn"}  # metadata of the files that may be replaced
 
 
 def read_layer(path: str | os.PathLike[str], prefix: str = "") -> dict[str, Any]:
-    """The tensors of a file whose names are ``prefix`` and a recurrent layer's, ``..._l0`` and so on, by the latter.
-
-    They are NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the type. ``path`` ends in
-    ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a checkpoint with more than a
-    model's tensors these are looked for under :data:`PLACES`, or the only key that has some; those under other keys
-    have names that begin with these, as ``ema.encoder.weight_hh_l0``. Raises :class:`ArgumentError` for another kind
-    of file, or one that cannot be read, :class:`WeightsError` where no name begins with ``prefix``.
-    """
+    """The tensors of a file named ``prefix`` and a recurrent layer's name, ``..._l0`` and so on, by the latter: NumPy
+    arrays, or torch tensors of a checkpoint or a type that NumPy lacks. ``path`` ends in ``.safetensors`` or one of
+    :data:`CHECKPOINTS`, read as data only. A checkpoint's model is under one of :data:`PLACES`, or the only key with
+    tensors; names under others begin with these, as ``ema.encoder.weight_hh_l0``. Raises :class:`ArgumentError` for a
+    file that cannot be read, :class:`WeightsError` where no name begins with ``prefix``."""
     file = Path(path)
     if not file.is_file():
         raise ArgumentError("weights", str(path), "a file that exists")
@@ -93,8 +90,7 @@ def _checkpoint(path: Path) -> dict[str, Callable[[], Any]]:
 
 
 def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Callable[[], Any]]:
-    """The tensors of mappings in mappings, by their keys with dots between; of a mapping in several places, at the
-    first."""
+    """The tensors of nested mappings, by keys with dots between; of a mapping in several places, at the first."""
     every: dict[str, Callable[[], Any]] = {}
     seen, left = set[int](), [("", found)]
     while left:
@@ -108,8 +104,7 @@ def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Callable[
 
 
 def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
-    """The prefix of the names of the model's tensors: keys as training programs have them, or the only one that has
-    tensors."""
+    """The prefix of the model's tensors: a key that training programs use, or the only one that has tensors."""
     place, seen = "", set[int]()
     while True:
         if id(found) in seen:
@@ -128,7 +123,6 @@ def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first names."""
     first = [*names]
     return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") or "none"
 
@@ -156,8 +150,7 @@ def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
 
 
 def check_place(path: Path) -> None:
-    """Checks that :func:`save` can write a file, before the work is done. Raises :class:`ArgumentError` where ``path``
-    is there and :func:`save` did not write it, or safetensors is not installed."""
+    """Checks first that :func:`save` can write; :class:`ArgumentError` for another's file, or without safetensors."""
     package = _package(path)
     said: Mapping[str, str] = {}
     if path.is_file():

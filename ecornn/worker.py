@@ -56,11 +56,9 @@ class WorkerError(EcornnError):
 
 
 class Worker:
-    """One worker process, started when first called and again after it was lost.
-
-    ``ready`` ("module:function") is called first in a new process with ``null``, and may take ``start_limit`` seconds.
-    With ``gpu`` False the process sees no GPU. ``environment``: variables that it sees besides this process's own.
-    ``niceness``: how far it and what it starts stand behind other programs."""
+    """A worker process, started by the first call and after a loss. ``ready`` ("module:function") is called first in a
+    new process with ``null``, within ``start_limit`` seconds. ``gpu`` False: it sees no GPU. ``environment``: more
+    variables. ``niceness``: how far it and its children stand behind other programs."""
 
     def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None,
                  start_limit: float = START_LIMIT, niceness: int = 0) -> None:
@@ -86,7 +84,6 @@ class Worker:
                 self.exchange(self.ready, None, self.start_limit)
 
     def start(self) -> None:
-        """Starts the process, in a process group of its own."""
         if self.stopped:
             raise WorkerError("stopped", lost=True)
         path = [os.path.abspath(p or ".") for p in sys.path]  # noqa: PTH100 (may not exist)
@@ -187,7 +184,6 @@ class Worker:
 
 
 def send(stream: IO[bytes], message: Any) -> None:
-    """Writes one message."""
     data = msgspec.json.encode(message)
     stream.write(struct.pack("<I", len(data)) + data)
     stream.flush()
@@ -205,7 +201,6 @@ def receive(stream: BinaryIO) -> bytes | None:
 
 
 def answer(call: Call) -> Reply:
-    """Carries out a call."""
     try:
         module, name = call.function.split(":")
         function = getattr(importlib.import_module(module), name)
@@ -217,9 +212,8 @@ def answer(call: Call) -> Reply:
 
 
 def guard(lifeline: int) -> None:
-    """Forks a process that kills this process's group (a hanging kernel, compilers) once the tuner is gone, and so
-    holds the pipe ``lifeline`` no more, or this process is. A thread could not: native code that hangs may hold the
-    interpreter's lock."""
+    """Forks a process that kills this process's group (hanging kernels, compilers) once this process or the tuner,
+    holder of ``lifeline``, is gone. A thread could not: hanging native code may hold the interpreter's lock."""
     leader = os.getpid()
     if os.fork():
         os.close(lifeline)
@@ -233,8 +227,7 @@ def guard(lifeline: int) -> None:
 
 
 def serve() -> None:
-    """The program of a worker: serves calls until stdin ends. Its arguments are the file descriptor of the lifeline and
-    the niceness that it has."""
+    """Serves calls until stdin ends; the arguments are the lifeline's file descriptor and the niceness."""
     guard(int(sys.argv[1]))
     with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
         Path("/proc/self/autogroup").write_text(sys.argv[2])

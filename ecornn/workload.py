@@ -30,13 +30,10 @@ def summed(dtype: str) -> str:
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One cell over one sequence: cell, sizes and data type. Tuning records are kept for this.
-
-    ``weights``: None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or
-    ``int16``, by the largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16
-    and bfloat16: ``int8``, of recurrent matrices alone. ``precision``: None, or ``tf32``: the factors of float32
-    products are rounded to TF32 (10 bits of mantissa), sums stay float32 (CUDA).
-    """
+    """One cell over one sequence, by which tuning records are kept. ``weights``: None, or the type that matrices are
+    rounded to: on a CPU ``bfloat16``; ``int21`` or ``int16``, by each row's largest magnitude; or ``int8`` alike, with
+    products of integers; on a GPU, of float16 and bfloat16, ``int8`` of recurrent matrices. ``precision``: None, or
+    ``tf32``: factors of float32 products have 10 bits of mantissa, sums stay float32 (CUDA)."""
 
     cell: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]  # its name; of a user's cell name@digest
     hidden: int  # H; sizes are 1 at least
@@ -65,7 +62,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def backward(self) -> bool:
-        """True where it is the recurrence of an adjoint."""
         return self.entry == "backward"
 
     @property
@@ -85,7 +81,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
@@ -96,14 +91,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The way of one sequence of a layer through time, and the place of its y.
-
-    ``resets``: a new sequence starts wherever ``resets[t, b]`` is set, from a state of zeros; going in reverse the
-    state is therefore cleared after step t. ``sequences``: ``sequences[t, b]`` is the number of the sequence that
-    column b of the batch works on at step t, or -1; states are by sequence. ``backward``: the sequence is the
-    recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs`` in place of y, and its states
-    are cleared wherever the layer's were, also behind its last step.
-    """
+    """The way of one sequence through time, and the place of its y. ``resets``: a new sequence starts from zeros
+    wherever ``resets[t, b]`` is set; in reverse the state is therefore cleared after step t. ``sequences``:
+    ``sequences[t, b]`` is the number of the sequence in column b at step t, or -1; states are by sequence.
+    ``backward``: the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs`` in place of y,
+    and its states are cleared wherever the layer's were, also behind its last step."""
 
     reverse: bool = False  # goes from the last step to the first, and writes y where it reads x
     directions: int = 1  # rows of y hold this many sequences side by side; a reverse one has the second place
@@ -114,7 +106,6 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backward: bool = False
 
     def y_width(self, hidden: int) -> int:
-        """Elements of a row of y."""
         return self.directions * hidden
 
     def y_offset(self, hidden: int) -> int:
@@ -140,14 +131,12 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def second(self) -> bool:
-        """True where it is the second direction of its layer."""
         return self.traversal.reverse and self.traversal.directions > 1
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sequences that a module is put together from; the default is one. ``keep``: for modules that train, the
-    values that forward keeps for backward: ``states``, from which the rest is computed again; or ``gates`` besides,
-    from which that takes no products."""
+    """The sequences that a module is put together from. ``keep``: what forward keeps for backward: ``states``, from
+    which the rest is computed again; or ``gates`` besides, from which that takes no products."""
 
     layers: int = 1  # L; y of one is x of the next
     bidirectional: bool = False  # every layer goes both ways; y is (T, B, 2 H)
@@ -172,12 +161,10 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def directions(self) -> int:
-        """1 or 2."""
         return 1 + self.bidirectional
 
     @property
     def count(self) -> int:
-        """Sequences in all, L * D."""
         return self.layers * self.directions
 
     def parts(self, whole: Workload) -> tuple[Part, ...]:
@@ -215,7 +202,6 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def depth(self) -> int:
-        """Layers that run at the same time."""
         return self.width if self.kind == "wavefront" else 1
 
     def __str__(self) -> str:

@@ -1,15 +1,12 @@
 """The adjoint of a cell's step, a step like any other: products with transposed weights, statistics, scalars.
 
-Reverse-mode derivatives of the scalars become factors that depend on the forward pass alone, so they are hoisted out of
-the adjoint's recurrence, in which gradients are only multiplied by factors and added. A product becomes a term of the
-product that gives its operand's gradient, with transposed weights; a statistic becomes sums again.
-
-Where the forward step exchanges what states alone determine, the adjoint is rotated: what it exchanges are its states,
-gradients of the first products of the step that follows in time, so that it begins with an exchange and has as many as
-the forward step. Its first values are zeros, and ``finish`` is what remains after its last step. Gradients of states
-that go around the exchange are states of their own; they begin with the gradients of the final states. Other steps
-are not rotated: the adjoint computes what it exchanges.
-"""
+Derivatives of scalars depend on the forward pass alone, so they are hoisted out of the adjoint's recurrence, in which
+gradients are only multiplied by factors and added. A product becomes a term of the one that gives its operand's
+gradient; a statistic becomes sums. Where the forward step exchanges what states alone determine, the adjoint is
+rotated: its states are what it exchanges, gradients of the first products of the step that follows in time, so that it
+begins with an exchange and has as many as the forward step. Its first values are zeros; ``finish`` is what remains
+after the last step. Gradients of states that go around the exchange are states of their own, which begin with those of
+the final states. Other adjoints compute what they exchange."""
 
 from __future__ import annotations
 
@@ -61,11 +58,8 @@ class Adjoint:
 
 
 def adjoint(forward: StepGraph, hidden: int, starts_anew: bool = False) -> Adjoint:
-    """The adjoint of the step of a cell with H = ``hidden``.
-
-    ``starts_anew``: states may become zeros between steps, and those of the adjoint with them. What a rotated one has
-    left of sums would be lost there; it is not rotated then.
-    """
+    """The adjoint of the step of a cell with H = ``hidden``. ``starts_anew``: states may become zeros between steps,
+    and the adjoint's with them: it is not rotated where sums that it has left would be lost so."""
     rotated = rotates(forward)
     result = _Builder(forward, hidden, rotated).run()
     return _Builder(forward, hidden, False).run() if rotated and starts_anew and result.finish.sums else result
@@ -183,7 +177,6 @@ class _Builder:
                                       unique((*own, *multiplied)), sums, outer)
 
     def state(self, name: str) -> str:
-        """A new state of the recurrence."""
         self.states[name] = variable(name)
         return name
 
@@ -202,7 +195,6 @@ class _Builder:
         return self.zeros[0].var if var is None else var
 
     def exchange(self, sweep: Sweep, level: int, phase: Phase, gradients: dict[Var, Var]) -> None:
-        """The adjoint of an exchange of the forward step, at a ``level`` of the recurrence."""
         products = sweep.products(phase.products, gradients, level)
         self.exchanges[level] = Phase.of(products, (), sweep.statistics(phase.statistics, gradients, level))
 
@@ -237,7 +229,6 @@ class _Builder:
                                   outer_products(forward.hoisted_products, gradients))
 
     def invert_parameters(self) -> tuple[StepGraph, tuple[Vector, ...]]:
-        """Goes from the sums to gradients of parameter vectors."""
         forward, partials = self.forward, Partials()
         sweep = Sweep(partials, self.hidden)
         for var, total in self.sums.items():
@@ -274,12 +265,9 @@ def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
 
 
 class _Parts:
-    """A step graph in the making, beside the ``forward`` one whose variables it may read.
-
-    ``factors``: assignments that gradients are multiplied by, of forward variables alone; ``assigns``: those of
-    gradients, with the ``level`` of each; ``exchanges``: level -> the exchange before its assignments, a phase without
-    these.
-    """
+    """A step graph in the making, beside the ``forward`` one. ``factors``: assignments that gradients are multiplied
+    by, of forward variables alone; ``assigns``: those of gradients, with their ``level``; ``exchanges``: level -> the
+    exchange before its assignments, a phase without these."""
 
     def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],
                  level: Mapping[Var, int], exchanges: Mapping[int, Phase]) -> None:

@@ -24,7 +24,6 @@ Weights = Mapping[str, Array]
 
 
 def assign(assigns: Iterable[Assign], values: Values) -> None:
-    """Adds the variables of ``assigns`` to ``values``."""
     for a in assigns:
         values[a.var] = evaluate(a.value, values)
 
@@ -97,7 +96,6 @@ def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, s
 
 
 def inputs_of(graph: StepGraph, rows: Array, hidden: int) -> Values:
-    """The leaves of a graph's inputs, from rows of x that have them."""
     return {v: rows[..., at:at + hidden] for v, at in graph.input_offsets(rows.shape[-1], hidden).items()}
 
 
@@ -131,19 +129,9 @@ class Backpropagated:
 
 def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: Sequence[Any], dy: Any,
                   dstates: Sequence[Any], keep: str = "gates") -> tuple[Array, dict[str, Array], tuple[Array, ...]]:
-    """The gradients of one layer that runs forward in time.
-
-    Parameters
-    ----------
-    x, dy : (T, B, I) and (T, B, H), the input and the gradient of y; of several outputs (T, B, O H)
-    parameters : by the cell's names in te shape, (G, H, K) or (G, H)
-    states, dstates : (B, H) each, the first states, and the gradients of the last ones
-    keep : the values that the forward pass keeps, one of :data:`~ecornn.analysis.kept.KEEP`
-
-    Returns
-    -------
-    dx (T, B, I), gradients of all parameters, gradients of the first states; float64
-    """
+    """The gradients of one layer that runs forward in time: dx (T, B, I), of parameters, and of first states; float64.
+    x and dy are (T, B, I) and (T, B, H), or (T, B, O H) of several outputs; parameters in te shape; first states, and
+    gradients of the last, (B, H) each; ``keep`` is one of :data:`~ecornn.analysis.kept.KEEP`."""
     result = carry_out(adjoint, x, parameters, states, dy, dstates, keep)
     return result.dx, result.parameters, result.states
 
@@ -243,7 +231,6 @@ def _finish(adjoint: Adjoint, weights: Weights, last: Mapping[str, Array], total
 
 
 def _together(values: Sequence[Array], shape: tuple[int, ...]) -> Array:
-    """Values of ``shape`` (T, B, H) as (T, B, N, H)."""
     every = [np.broadcast_to(v, shape) for v in values]
     return np.stack(every, axis=2) if every else np.zeros((*shape[:2], 0, shape[2]))
 

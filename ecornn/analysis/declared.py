@@ -1,5 +1,4 @@
-"""The declarations of a cell that the analysis needs, and their checks; and the line of a user's file in which each
-tensor of a cell was written, so that errors can point there."""
+"""The declarations of a cell that the analysis needs, checked, and the line of a user's file that made each tensor."""
 
 from __future__ import annotations
 
@@ -33,21 +32,16 @@ class Source(Protocol):
     unread: tuple[str, ...]
     output: str | tuple[str, ...]
 
-    def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by name."""
+    def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]: ...
 
-    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        """One step on te tensors."""
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]: ...
 
-    def output_names(self) -> tuple[str, ...]:
-        """Names of the outputs."""
+    def output_names(self) -> tuple[str, ...]: ...
 
-    def returned_names(self) -> tuple[str, ...]:
-        """Names of all that ``step`` returns, in order."""
+    def returned_names(self) -> tuple[str, ...]: ...
 
 
 def fault(cell: Source, text: str) -> CellError:
-    """An error that names the cell."""
     return CellError(f"cell {cell.name!r}: {text}")
 
 
@@ -109,8 +103,7 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
 
 
 def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], lines: Lines) -> None:
-    """Raises :class:`CellError` where the step does not read a parameter, or a gate of one; ``read``: each (parameter,
-    gate) that it reads. ``Cell.unread`` are exempt."""
+    """Raises :class:`CellError` for a (parameter, gate) that is not in ``read``, but for ``Cell.unread``."""
     for name, (count, *_) in shapes.items():
         missing = [gate for gate in range(count) if (name, gate) not in read]
         if missing and name not in cell.unread:
@@ -148,12 +141,9 @@ FOREIGN = (".pxi", ".pyx", ".cc", ".h")  # what TVM's own code is named in trace
 
 
 class Lines:
-    """Notes the caller of every function that makes tensors, such as ``te.compute``, while it is entered.
-
-    It is a profiler of this thread, since tensor expressions keep no trace of their source. Where another profiler is
-    at work nothing is noted: one of C, as ``cProfile``, could not be set again. Built-in cells are looked through as
-    TVM is.
-    """
+    """Notes the caller of every function that makes tensors, such as ``te.compute``, while it is entered. Tensor
+    expressions keep no trace of their source, so it is a profiler of this thread; beside another one it notes nothing:
+    one of C, as ``cProfile``, could not be set again. Built-in cells are looked through as TVM is."""
 
     def __init__(self) -> None:
         import tvm

@@ -1,8 +1,7 @@
 """A short name for what a cell computes, whatever it is called.
 
 It is the digest of a canonical text of the step graph. Records name users' cells by it, so the text must stay as it is;
-the one for people is ``ecornn/cli/step_text.py``.
-"""
+the one for people is ``ecornn/cli/step_text.py``."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ OTHERWISE = ((5040, 5040),)  # a multiple of 5, 7, 9, 10: of a cell that can hav
 
 
 def digest(cell: Source) -> str:
-    """Eight hexadecimal digits, equal for cells of equal step graphs at all of ``SIZES`` that they can have.
-
-    Raises :class:`CellError` where the cell's step cannot be analysed.
-    """
+    """Eight hexadecimal digits, equal for equal step graphs at all of ``SIZES`` that the cell can have. Raises
+    :class:`CellError` where the step cannot be analysed."""
     errors: list[CellError] = []
     graphs: dict[tuple[int, int], StepGraph] = {}
     for input, hidden in (*SIZES, *OTHERWISE):

@@ -1,10 +1,8 @@
 """Walks the te graph of a cell's step and sorts every operation by level.
 
-Pointwise tensors are inlined into scalars of one (b, j); reductions are recognised as products
-with a weight, or as statistics of a batch row (``row_reductions.py``). Sums are regrouped by level, so that
-biases are added once and input terms are added outside the recurrence; the order within a level stays
-the cell's.
-"""
+Pointwise tensors are inlined into scalars of one (b, j); reductions are products with a weight, or statistics of a
+batch row (``row_reductions.py``). Sums are regrouped by level, so that biases are added once, and input terms outside
+the recurrence; within a level the cell's order stays."""
 
 from __future__ import annotations
 
@@ -34,10 +32,8 @@ BATCH = 3  # any size unlike the others: te needs numbers, the graph does not ke
 
 def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGraph:
     """The step graph of ``cell`` for H = ``hidden`` and rows of ``input`` values: the I of x, and H of each of the
-    cell's inputs. ``sums``: True makes one of products that are only added up.
-
-    Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
-    """
+    cell's inputs. ``sums``: True makes one of products that are only added up. Raises :class:`CellError`, naming the
+    tensor, where an operation cannot be scheduled."""
     with stack_for(cell.name):
         graph = _Walk(cell, input, hidden).run()
         return summed(graph) if sums else graph

@@ -3,8 +3,7 @@
     product[b, j] = sum_k operand[b, head * K + k] * parameter[gate, j, k],    head = j // K,  K = H / heads
 
 Units of a head see each other, and no others. A phase has products of one number of heads, so that schedules lay out
-and exchange the same for all of them.
-"""
+and exchange the same for all of them."""
 
 from __future__ import annotations
 
@@ -18,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
-    """The number of heads of a product; 0 where it is no product.
-
-    It reads its operand, of ``hidden`` values, at ``place``, and a parameter, whose rows have ``own`` values, at [j,
-    k].
-    """
+    """The heads of a product of ``hidden`` values, read at ``place``, with rows of ``own`` values, read at [j, k]; 0:
+    it is none."""
     from tvm import sym, tirx
 
     if hasattr(place, "same_as") and place.same_as(k):
@@ -34,12 +30,10 @@ def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
 
 
 def heads_of(phase: Phase) -> int:
-    """The heads of the products of a phase."""
     return phase.products[0].terms[0].heads if phase.products else 1
 
 
 def most_heads(graph: StepGraph) -> int:
-    """The most heads of any phase of a step."""
     return max((heads_of(phase) for phase in graph.phases), default=1)
 
 

@@ -5,8 +5,7 @@ product over time and batch, since what it multiplies is known; so ``states`` ke
 values besides from which scalars and statistics give everything else.
 
 Products and statistics that only the outputs of a step need: of ``y = C h' + D x`` the loop writes h' alone, and one
-product over all rows follows it.
-"""
+product over all rows follows it."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ class Kept:
 
     @property
     def units(self) -> int:
-        """Values for each step, batch row and unit."""
         return len(self.states) + len(self.values)
 
 
@@ -103,8 +101,6 @@ def among(items: Iterable[Any], used: set[Var]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ReadOut:
-    """A step in two parts."""
-
     loop: StepGraph  # the step without the pass that follows; its `outputs` are the values that the pass reads
     after: StepGraph  # that pass over all steps at once, from these and x to the `outputs` of the step
 

@@ -1,8 +1,6 @@
 """The phases that make and read each value of a step, and so the values that live across exchanges, for all schedules.
 
-Phases are numbered from 0 here, as ``StepGraph.phases`` is; a step without exchanges has one all the same, which makes
-the new states.
-"""
+Phases are numbered from 0, as in ``StepGraph.phases``; a step without exchanges has one, which makes the new states."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ def phase_count(graph: StepGraph) -> int:
 
 
 def assigns_of(graph: StepGraph, p: int) -> tuple[Assign, ...]:
-    """The assignments of phase ``p``."""
     return graph.phases[p].assigns if graph.phases else ()
 
 
@@ -48,10 +45,8 @@ def statistics(graph: StepGraph) -> dict[Var, int]:
 
 def reads(graph: StepGraph, p: int) -> list[Var]:
     """Variables that phase ``p`` reads, in order, each once; in the last phase the new states and outputs, too.
-
-    Operands of its products are not among them: they are exchanged. Those of the next phase's products are, where they
-    were known before: products of one level are several phases if their matrices have several shapes.
-    """
+    Operands of its products are exchanged, and not among them; those of the next phase's products that were known
+    before are: products of one level are several phases if their matrices have several shapes."""
     read = [v for a in assigns_of(graph, p) for v in variables(a.value)]
     read += [v for phase in graph.phases[p:p + 1] for s in phase.statistics for v in s.operands]
     early = {v for phase in graph.phases[:p] for v in phase.made}

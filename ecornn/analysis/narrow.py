@@ -4,8 +4,7 @@
 
 A scalar of a step graph has H units. A narrow one has its values in units below P; those beyond are multiplied by
 nothing, or by zeros, with which packings are filled. So they must be finite where the products are 0. An expression
-that reads a narrow value reads no other that is not.
-"""
+that reads a narrow value reads no other that is not."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ Schedules write an operator as TVM does, unless they have something better under
 A derivative takes an expression, variables or constants for its operands, and one for its result. Where there is none
 they agree with PyTorch: that of ``|x|`` is 0 at 0; that of a bound is 1 where it is met (``torch.clamp``), but that of
 ``max(x, 0)`` is 0 at 0 (``torch.relu``), unless x is itself bounded from above, or :func:`smooth`; two values that are
-equal share that of their maximum (``torch.maximum``); steps such as ``floor`` and comparisons have 0.
-"""
+equal share that of their maximum (``torch.maximum``); steps such as ``floor`` and comparisons have 0."""
 
 from __future__ import annotations
 
@@ -26,28 +25,24 @@ if TYPE_CHECKING:
 
 
 def number(value: float) -> Expr:
-    """A float32 constant."""
     from tvm import tirx
 
     return tirx.const(value, "float32")
 
 
 def variable(name: str) -> Var:
-    """A float32 variable."""
     from tvm import tirx
 
     return tirx.Var(name, "float32")
 
 
 def call(name: str, operand: Expr) -> Expr:
-    """A function of one scalar, by TVM's name."""
     from tvm import te
 
     return getattr(te, name)(operand)
 
 
 def where(condition: Expr, yes: Expr | float, no: Expr | float) -> Expr:
-    """One of two values, expressions or numbers."""
     from tvm import tirx
 
     return tirx.Select(condition, *(number(v) if isinstance(v, float) else v for v in (yes, no)))
@@ -115,8 +110,6 @@ def power(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator."""
-
     numpy: Callable[..., Any]  # the function on float64 arrays
     # (expression, operands, result) -> the partial derivatives by each operand, as expressions or numbers
     derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Expr | float]]

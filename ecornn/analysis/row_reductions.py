@@ -8,8 +8,7 @@ Each group has a statistic of its own, of its units alone, in the same exchange 
 its own group by its number, a vector that no parameter has.
 
 Mean and variance, written as they are defined, are two sums of which the second waits for the first. A sum of squares
-of deviations from the mean is recognised here, so that schedules make both in one exchange.
-"""
+of deviations from the mean is recognised here, so that schedules make both in one exchange."""
 
 from __future__ import annotations
 
@@ -123,7 +122,6 @@ class RowReductions(ABC):
     def inline(self, body: Expr, where: Mapping[Var, Expr]) -> Expr: ...
 
     def fault(self, text: str) -> CellError:
-        """The error for a step that cannot be scheduled, which names the cell."""
         return fault(self.cell, text)
 
     def same(self, e: Expr | int, var: Var) -> bool:
@@ -228,8 +226,7 @@ class RowReductions(ABC):
 
     # -- one value a row ------------------------------------------------------------------------
     def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Expr:
-        """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
-        """
+        """A reduction to one value a batch row, over the hidden axis, and over axes that are unrolled."""
         fault = self.fault(f"the reduction {name!r} is not a sum over the hidden axis, [b] = sum_k value[b, k], nor "
                            "one over gates too, sum_g sum_k value[b, g, k], nor a maximum over these")
         (index,) = where.values()
@@ -312,7 +309,6 @@ class RowReductions(ABC):
         return total
 
     def squares_of(self, total: Var) -> Var:
-        """The squares of deviations from its mean."""
         return self.leaf(("squares", total), f"{total.name}_squares", self.level[total])
 
     def beside_narrow(self, name: str, total: Var, of_zeros: float) -> Expr:

@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 
 def is_leaf(e: Expr) -> bool:
-    """True for variables and constants."""
     return type(e).__name__ in ("Var", "FloatImm", "IntImm")
 
 
 def is_constant(e: Expr) -> bool:
-    """True for constants."""
     return type(e).__name__ in ("FloatImm", "IntImm")
 
 
@@ -91,7 +89,6 @@ def is_load(e: Expr) -> bool:
 
 
 def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
-    """Tensor and indices of a load."""
     if type(e).__name__ == "Call":
         return e.args[0], list(e.args[1:])
     return e.source, list(e.indices)

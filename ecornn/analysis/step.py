@@ -9,8 +9,7 @@ Every scalar of the step has a level, the number of exchanges between hidden uni
      p  after the p-th exchange    phase p of the step                ``phases[p - 1]``
 
 All scalars are float32 tirx variables of one (batch row b, hidden unit j). Units exchange the operands of products and
-of statistics, which are one value a batch row.
-"""
+of statistics, which are one value a batch row."""
 
 from __future__ import annotations
 
@@ -54,26 +53,22 @@ class Term:
 
     @property
     def source(self) -> tuple[str, int]:
-        """Parameter and gate."""
         return self.parameter, self.gate
 
     @property
     def narrow(self) -> bool:
-        """True where the parameter has less than H rows, or columns."""
         return bool(self.rows or self.columns)
 
 
 @dataclass(frozen=True)
 class Product:
-    """``var[b, j]`` = the sum of the ``terms``. Those of a cell have one; the adjoint of several products of one
-    operand has one for each of them."""
+    """``var[b, j]`` = the sum of the ``terms``: one in a cell; in the adjoint one for each product of an operand."""
 
     var: Var
     terms: tuple[Term, ...]
 
     @property
     def term(self) -> Term:
-        """The only one."""
         (term,) = self.terms
         return term
 
@@ -98,19 +93,15 @@ class Vector:
 
     @property
     def numbers(self) -> bool:
-        """True where it is the numbers of the units."""
         return not self.parameter
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """Sums of a batch row over the hidden units, and over several ``operands``.
-
-    ``total[b] = sum_o sum_k operand_o[b, k]``; with N terms in it, where the cell asks for it,
-    ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own. Or
-    ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; a ``shift`` has no gradient, since what it is subtracted
-    from does not depend on it in the end. ``units``: (first, count) of the units that it goes over; None: all.
-    """
+    """Sums of a batch row over the hidden units, and over ``operands``: ``total[b] = sum_o sum_k operand_o[b, k]``;
+    with N terms, where asked for, ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, in the same
+    exchange. Or ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; a ``shift`` has no gradient, since in the end
+    nothing depends on it. ``units``: (first, count) of the units that it goes over; None: all."""
 
     total: Var
     squares: Var | None
@@ -125,12 +116,10 @@ class Statistic:
 
     @property
     def over(self) -> str:
-        """The units, in words."""
         return "all units" if self.units is None else f"units {self.units[0]} to {sum(self.units) - 1}"
 
     @property
     def made(self) -> tuple[Var, ...]:
-        """Its variables."""
         return (self.total,) if self.squares is None else (self.total, self.squares)
 
 
@@ -144,10 +133,9 @@ class Sum:
 
 @dataclass(frozen=True)
 class OuterProduct:
-    """Outer products added up over all steps and batch rows, one matrix product once the steps are done:
-    ``parameter[gate, j, k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x. With
-    ``heads`` k goes over the values of j's own head; of a parameter that is narrower than H j, or k, over its ``rows``,
-    or ``columns``."""
+    """Outer products added up over all steps and rows, one matrix product once the steps are done: ``parameter[gate, j,
+    k]`` gets ``sum_t sum_b value[t, b, j] * operand[t, b, k]``; None is the input x. With ``heads`` k goes over j's own
+    head; ``rows`` and ``columns`` as of :class:`Term`."""
 
     parameter: str
     gate: int
@@ -160,8 +148,7 @@ class OuterProduct:
 
 @dataclass(frozen=True)
 class Phase:
-    """One exchange: all blocks must see ``operands`` before ``products``, and those of ``statistics`` before these, can
-    be computed."""
+    """One exchange: all blocks must see the operands before products and statistics of these can be computed."""
 
     operands: tuple[Var, ...]
     products: tuple[Product, ...]
@@ -170,7 +157,6 @@ class Phase:
 
     @property
     def made(self) -> tuple[Var, ...]:
-        """The variables of its products and assignments."""
         return (*(p.var for p in self.products), *(a.var for a in self.assigns))
 
     @classmethod
@@ -236,7 +222,6 @@ class StepGraph:
 
     @property
     def product_phases(self) -> tuple[Phase, ...]:
-        """The phases with a product."""
         return tuple(phase for phase in self.phases if phase.products)
 
     @property
@@ -251,7 +236,6 @@ class StepGraph:
 
     @property
     def every_assign(self) -> tuple[Assign, ...]:
-        """All assignments, in order."""
         return (*self.invariants, *self.hoisted, *self.normalized, *self.prologue,
                 *(a for phase in self.phases for a in phase.assigns))
 

@@ -1,8 +1,7 @@
 """Products of different operands that are only ever added up are one product: of x and of h, in most cells.
 
 :func:`summed` makes them so in each exchange of a step, with half as many weights on a chip, where each product has
-room for each operand; :func:`one_by_one` goes back.
-"""
+room for each operand; :func:`one_by_one` goes back."""
 
 from __future__ import annotations
 

@@ -18,10 +18,8 @@ Factor: TypeAlias = "Var | float"  # a float where it is constant
 
 
 class Partials:
-    """Partial derivatives of a step's assignments, as few scalars as possible that depend on the forward pass alone.
-
-    ``assigns``: those scalars, each value once, of operators on variables and constants.
-    """
+    """Partial derivatives of a step's assignments. ``assigns``: their scalars, each value once, as few as possible that
+    depend on the forward pass alone."""
 
     def __init__(self) -> None:
         self.assigns: list[Assign] = []
@@ -68,7 +66,6 @@ class Partials:
         return [*inner, self.named(children(e)[0], name)] if key_of(e) == "fabs" else inner
 
     def times(self, a: Expr | float, b: Expr | float, name: str) -> Factor:
-        """The product of two factors, expressions or numbers."""
         a, b = (v if isinstance(v, float) or type(v).__name__ != "FloatImm" else float(v.value) for v in (a, b))
         if isinstance(a, float) and isinstance(b, float):
             return a * b
@@ -97,7 +94,6 @@ def _key(e: Expr) -> tuple:
 
 
 def weighted(parts: Sequence[tuple[Factor, Var]]) -> Expr:
-    """The sum of factors times variables."""
     total = None
     for factor, var in parts:
         if total is not None and isinstance(factor, float) and factor == -1.0:
@@ -109,11 +105,9 @@ def weighted(parts: Sequence[tuple[Factor, Var]]) -> Expr:
 
 
 class Sweep:
-    """Gradients, as assignments in order, each with a level as in :mod:`ecornn.analysis.step`.
-
-    ``factor`` is applied to what gradients are multiplied by; a rotated step has some of these from the step before.
-    ``unit``: the number of the unit, of a step with statistics that are not of all units.
-    """
+    """Gradients, as assignments in order, each with a level as in :mod:`ecornn.analysis.step`. ``factor`` is applied to
+    what multiplies gradients; a rotated step has some from the step before. ``unit``: the number of the unit, for
+    statistics not of all units."""
 
     def __init__(self, partials: Partials, hidden: int, factor: Callable[[Factor], Factor] = lambda f: f,
                  unit: Var | None = None) -> None:
@@ -228,5 +222,4 @@ class Sweep:
 
 
 def unique(variables: Iterable[Var]) -> tuple[Var, ...]:
-    """Each once, in order."""
     return tuple(dict.fromkeys(variables))

@@ -18,8 +18,7 @@ tensor-expression graph that :meth:`Cell.step` returns, so a cell written by a u
             kept = pointwise(lambda b, j: f[b, j] * h[b, j], h)
             nh = product(kept, R, 1)
             n = pointwise(lambda b, j: te.tanh(nx[b, j] + nh[b, j] + v[1, j]), h)
-            return [pointwise(lambda b, j: h[b, j] + f[b, j] * (n[b, j] - h[b, j]), h)]
-"""
+            return [pointwise(lambda b, j: h[b, j] + f[b, j] * (n[b, j] - h[b, j]), h)]"""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class Cell(ABC):
         parameters, as a tensor (B, H) that is read at [b, j]. A call gives them as ``inputs``
     unread : parameters that are passed though ``step`` does not read all of them; of others that is an error
     buffers, frozen : values of what is ``learned`` and does not train, tensors or arrays by name: an
-        :class:`ecornn.torch.Recurrent` has them as buffers, and as parameters without gradients, that begin so
-    """
+        :class:`ecornn.torch.Recurrent` has them as buffers, and as parameters without gradients, that begin so"""
 
     name: str
     states: tuple[str, ...]
@@ -75,8 +73,7 @@ class Cell(ABC):
 
         ``(G, H, K)`` for G matrices that map K values to H (K is ``input`` or ``hidden``, or H / heads of a
         :func:`product` with heads), ``(G, H)`` for G vectors. A user passes them flattened over the first two axes, as
-        PyTorch stores them: ``(G*H, K)`` and ``(G*H,)``.
-        """
+        PyTorch stores them: ``(G*H, K)`` and ``(G*H,)``."""
 
     @abstractmethod
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
@@ -96,8 +93,7 @@ class Cell(ABC):
         ``torch`` or ``jax.numpy``, and the arrays are its own.
 
         It is carried out once for weights, not in each step. :func:`ecornn.derive` calls it for weights that a module
-        is bound to; an :class:`ecornn.torch.Recurrent` has what is learned as its parameters, with their gradients.
-        """
+        is bound to; an :class:`ecornn.torch.Recurrent` has what is learned as its parameters, with their gradients."""
         return {}
 
     def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
@@ -106,8 +102,7 @@ class Cell(ABC):
         between -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
 
         To be overridden where such values tell nothing, or cannot be: a period, a variance, a matrix with small
-        eigenvalues. ``rng`` is NumPy's; a value that does not come of it is the same in each check.
-        """
+        eigenvalues. ``rng`` is NumPy's; a value that does not come of it is the same in each check."""
         bound = shape[1] ** -0.5
         return rng.uniform(-bound, bound, shape)
 
@@ -206,8 +201,7 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
     Raises
     ------
     WeightsError : a name is missing, unknown, or has another shape
-    CellError : the cell's ``derived`` fails, or makes something else than its ``parameters``
-    """
+    CellError : the cell's ``derived`` fails, or makes something else than its ``parameters``"""
     if isinstance(cell, str) or not derives(cell):
         return dict(weights)
     left, bound, layer = dict(weights), {}, 0
@@ -256,8 +250,7 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
     With ``heads`` a matrix has blocks on its diagonal, and ``weight`` (G, H, H / heads) these alone: row j multiplies
     the H / heads values of ``source`` (B, H) that belong to j's own head, ``j // (H / heads)``. In memory that is
     (G, heads, H / heads, H / heads). Raises :class:`CellError` where H is no multiple of ``heads``, or ``weight`` has
-    another shape.
-    """
+    another shape."""
     from tvm import te, tirx
 
     batch, hidden = source.shape[0], weight.shape[1]
@@ -328,8 +321,7 @@ def normalized(source: Tensor, epsilon: float = 1e-5, name: str = "", groups: in
     (B, H), or (B, G, H), whose gates then share one mean and variance. With ``groups`` each group of H / groups units
     has its own (Wu and He 2018, arXiv 1803.08494).
 
-    ``(source - mean) / sqrt(variance + epsilon)``, the variance that of all values, not of a sample.
-    """
+    ``(source - mean) / sqrt(variance + epsilon)``, the variance that of all values, not of a sample."""
     from tvm import te
 
     name = name or f"{source.op.name}_normalized"

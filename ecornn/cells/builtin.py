@@ -38,8 +38,7 @@ class LSTM(Optioned):
     projection : h' = W_hr (o tanh(c')) (Sak et al. 2014), ``weight_hr`` (H, H); one more exchange of state
         a step. A projection to P < H values is one whose other rows, and columns of R, are zero
     zoneout_h, zoneout_c : share of the old state that stays, at inference (Krueger et al. 2017)
-    gate, new, out : activations instead of sigmoid (of i, f, o), tanh (of g) and tanh (of c')
-    """
+    gate, new, out : activations instead of sigmoid (of i, f, o), tanh (of g) and tanh (of c')"""
 
     name = "lstm"
     states = ("h", "c")
@@ -117,8 +116,7 @@ class GRU(Optioned):
         ``weight_ln_ih``, ``weight_ln_hh`` (3*H,). One more exchange a step, of sums
     clip : bound of the inputs of activations (ONNX's clip)
     zoneout : share of the old state that stays, at inference (Krueger et al. 2017)
-    gate, new : activations instead of sigmoid (of r, z) and tanh (of n)
-    """
+    gate, new : activations instead of sigmoid (of r, z) and tanh (of n)"""
 
     name = "gru"
     states = ("h",)
@@ -155,7 +153,6 @@ class GRU(Optioned):
             gn = self.products(reset, parameters, "hh", (2,))
 
         def seen(b, j):
-            """The input of n."""
             from_x = gx(b, 2, j) + bx[2, j]
             if self.reset_before:
                 return from_x + gn(b, 2, j) + bh[2, j]
@@ -172,8 +169,7 @@ class GRUResetBefore(GRU):
 
     r, z = sigmoid(W x + b_ih + R h + b_hh); n = tanh(W_n x + b_in + R_n (r h) + b_hn);
     h' = (1 - z) n + z h. The product waits for r: two exchanges of state a step. Options as of ``gru``;
-    with ``layer_norm`` R_n (r h) is normalized, one more exchange.
-    """
+    with ``layer_norm`` R_n (r h) is normalized, one more exchange."""
 
     name = "gru_reset_before"
     reset_before = True
@@ -186,8 +182,7 @@ class VanillaTanh(Optioned):
     -------
     clip : bound of the activation's input
     zoneout : share of the old state that stays, at inference (Krueger et al. 2017)
-    new : an activation instead of tanh
-    """
+    new : an activation instead of tanh"""
 
     name = "rnn_tanh"
     states = ("h",)
@@ -214,8 +209,7 @@ class VanillaReLU(VanillaTanh):
 class IndRNN(VanillaTanh):
     """h' = max(0, W x + b_ih + u h), u a vector: every unit on its own (Li et al. 2018, arXiv 1803.04831).
 
-    ``weight_hh`` is u, (H,). Options as of ``rnn_tanh``.
-    """
+    ``weight_hh`` is u, (H,). Options as of ``rnn_tanh``."""
 
     name = "indrnn"
     OPTIONS = VanillaReLU.OPTIONS
@@ -239,8 +233,7 @@ class SLSTM(Optioned):
     (4, H, H / heads), these alone: row j is what unit j multiplies the values of its own head by.
 
     h', which the next step waits for, is computed from r = p / q = exp(i - m) (1 + exp(-f)), without m':
-    h' = sigmoid(o) (c + r tanh(z)) / (n + r).
-    """
+    h' = sigmoid(o) (c + r tanh(z)) / (n + r)."""
 
     name = "slstm"
     states = ("h", "c", "n", "m")

@@ -44,7 +44,6 @@ def load_cell(spec: str) -> Cell:
 
 
 def load_module(where: str, spec: str) -> Any:
-    """Imports a file or a module."""
     before, _here.importing = importing(), True
     try:
         if not where.endswith(".py"):

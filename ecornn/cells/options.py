@@ -1,6 +1,5 @@
-"""Options of built-in cells, and how a cell with options is written: ``lstm(peepholes,clip=3)``. That text is a cell's
-name on the command line, in records and in manifests. Activations are options by name, those of ONNX's recurrent
-operators: ``name``, ``name:alpha`` or ``name:alpha:beta``; the numbers default to ONNX's."""
+"""Options of built-in cells, and their text, such as ``lstm(peepholes,clip=3)``: a cell's name on the command line, in
+records and in manifests. Activations are ONNX's: ``name``, ``name:alpha`` or ``name:alpha:beta``, with its defaults."""
 
 from __future__ import annotations
 
@@ -23,9 +22,8 @@ DEFAULTS: dict[str, tuple[float, ...]] = {
 
 
 class Optioned(Cell):
-    """A cell with options. ``OPTIONS`` are names and defaults: False for a switch, a number (0 for none) for a bound or
-    a share, an integer for a count, a text for an activation. Raises :class:`ArgumentError` for another name or value.
-    """
+    """A cell with options. ``OPTIONS``: names and defaults: False of a switch, a number (0: none) of a bound or share,
+    an integer of a count, a text of an activation. Raises :class:`ArgumentError` for others."""
 
     OPTIONS: ClassVar[dict[str, Value]] = {}
 

@@ -62,8 +62,7 @@ def key(work: Workload, device: str) -> tuple[object, ...]:
 
 
 def measured(paths: Iterable[Path]) -> Measured:
-    """The results of files, the last one where several have the same layer. Raises
-    :class:`~ecornn.errors.ArgumentError` for a file that has no results."""
+    """The results of files, the last of a layer; :class:`~ecornn.errors.ArgumentError` for a file without any."""
     rows: dict[tuple[object, ...], Beside] = {}
     paths = tuple(paths)
     for path in paths:

@@ -31,8 +31,6 @@ MOST = 3000  # lines that are compared
 
 
 class SearchRun(Journal):
-    """One run, as the page shows it."""
-
     @property
     def time(self) -> str:
         """The time at which its last record was written."""
@@ -92,8 +90,6 @@ class AtValue:
 
 @dataclass(frozen=True)
 class Effect:
-    """A knob of the best's schedule."""
-
     knob: str
     share: float  # of the variance of log times that its values alone explain: between values / total
     importance: float | None  # its share of what the trees of the cost model gain; None without one
@@ -223,7 +219,6 @@ def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
 
 
 def cut_of(trial: Trial, task: Task | None) -> Cut | None:
-    """The layout of a trial's layer on the chip."""
     return asked(trial, task, lambda schedule, task, config: schedule.cut(task, schedule.plan(task, config)))
 
 
@@ -278,7 +273,6 @@ def _marked(schedule: Schedule, task: Task, config: Config) -> MarkedCode | None
 
 
 def _functions(schedule: Schedule, task: Task, config: Config) -> Mapping[str, list[str]]:
-    """TVM's text of each function."""
     program = schedule.program(task, schedule.plan(task, config))
     return {name: function.script().splitlines() for name, function in program.functions.items()}
 

@@ -45,7 +45,6 @@ def chip_map(cut: Cut, device: Device) -> str:
 
 
 def chip_words(cut: Cut, device: Device) -> str:
-    """The caption of :func:`chip_map`."""
     idle = device.cores - cut.groups * cut.blocks - cut.workers
     heads = f", for one of {cut.heads} heads" if cut.heads > 1 else ""
     several = f"{cut.groups} groups (a colour each)" if cut.groups > 1 else "One group"
@@ -72,8 +71,7 @@ def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: d
 
 
 def plots(best: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str]]:
-    """µs a step against H, a line for each B, beside the floor and the fastest other library; one picture for each
-    device, cell and type that has lines."""
+    """µs a step against H by B, with floors and the fastest other library; a picture for each device, cell and type."""
     groups: dict[str, dict[int, dict[int, Layer]]] = {}
     for one in best:
         work = one.trial.workload
@@ -100,9 +98,8 @@ def plots(best: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str
 
 
 def rooflines(best: list[Layer]) -> list[tuple[str, str]]:
-    """A picture for each device and arithmetic that has a few layers, and whose rates are known. Operations a byte are
-    those of a step for each byte of recurrent weights: a kernel that reads these in every step cannot be above the line
-    of the memory that they come from."""
+    """A picture for each device of known rates and arithmetic with a few layers. Operations a byte are of recurrent
+    weights: a kernel that reads these in every step cannot be above the line of the memory that they come from."""
     groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
     for one in best:
         trial, work = one.trial, one.trial.workload
@@ -129,10 +126,9 @@ def rooflines(best: list[Layer]) -> list[tuple[str, str]]:
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,
            told: Callable[[str], None] = lambda text: None) -> str:
-    """One HTML page, all of it in the text: no script, nothing that is loaded. ``most``: searches that have a section,
-    the latest ones; all of them count in the table of layers. ``results``: times of other libraries and of stages.
-    ``told`` is called with the section or picture at hand. Raises :class:`~ecornn.errors.MissingPackageError` without
-    Jinja."""
+    """One HTML page, with no script and nothing that is loaded. ``most``: searches with a section, the latest; all
+    count in the table of layers. ``results``: times of other libraries and of stages. ``told`` is called with the part
+    at hand. Raises :class:`~ecornn.errors.MissingPackageError` without Jinja."""
     try:
         import jinja2
     except ImportError as error:
@@ -155,8 +151,7 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
 
 
 def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> dict[str, Any]:
-    """The section on one search, as the template reads it; pictures are SVG. ``code``: True adds the generated code and
-    the picture of a step."""
+    """A search's section, as the template reads it. ``code``: True adds generated code and the picture of a step."""
     best, default, gain = run.best, run.default, gain_of(run)
     assert best is not None and best.times is not None
     task = of_log.task_of(best)

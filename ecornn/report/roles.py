@@ -1,7 +1,6 @@
 """How the warps of a persistent kernel share a step, read from its TIR, and a picture of it. Notes (``T.note``) name
-roles and phases, the branches around them say which threads those are, and the instructions behind each note say how
-they wait, multiply and send. The picture has a lane for each role, two beside each other. Lanes meet at named barriers;
-what one sends, another one waits for in the next step."""
+roles and phases, branches around them say whose they are, instructions behind them how they wait, multiply and send.
+Lanes of roles meet at named barriers; what one sends, another waits for in the next step."""
 
 from __future__ import annotations
 
@@ -45,8 +44,6 @@ class Act:
 
 @dataclass
 class Phase:
-    """The code behind one note."""
-
     note: str  # without the role
     step: bool  # in the loop over steps
     acts: list[Act] = field(default_factory=list)
@@ -64,7 +61,6 @@ class Role:
 
     @property
     def steps(self) -> list[Phase]:
-        """The phases in the loop over steps."""
         return [phase for phase in self.phases if phase.step]
 
 
@@ -115,8 +111,6 @@ def _kernel(name: str, function: PrimFunc) -> Kernel:
 
 
 class _Reader:
-    """Goes through a kernel once."""
-
     def __init__(self) -> None:
         self.extents: dict[str, int] = {}
         self.indices: dict[Any, int] = {}  # those of block and thread, zero
@@ -163,8 +157,7 @@ class _Reader:
         return {var: {"block": block, "thread": thread}.get(var.name, 0) for var in self.indices}
 
     def _value(self, expr: Any, at: dict[Any, int]) -> int:
-        """The value of an expression of block and thread, which ``at`` has. Raises KeyError where it reads another
-        variable."""
+        """An expression of block and thread, as ``at`` has them; KeyError where it reads another variable."""
         kind = type(expr).__name__
         if kind == "IntImm":
             return int(expr.value)
@@ -275,7 +268,6 @@ class _Box:
         return self.top + len(self.lines) * LINE + 2 * PAD - 2 + self.more
 
     def middle(self, act: Act) -> float:
-        """The height of the line of an act."""
         return self.top + PAD + LINE * (next(n for n, line in enumerate(self.lines) if line[2] == act) + 0.5)
 
     def meets(self, act: Act) -> float:
@@ -301,13 +293,11 @@ class _Lane:
 
 
 def picture(kernel: Kernel) -> str:
-    """The picture for the report's page."""
     parts, height = drawn(kernel, svg.WIDTH)
     return svg.figure(parts, label(kernel), height)
 
 
 def label(kernel: Kernel) -> str:
-    """The picture in words."""
     return f"A step of {kernel.name}. " + " ".join(
         f"{role.name}: {'; then '.join(phase.note for phase in role.steps)}." for role in kernel.roles if role.steps)
 
@@ -332,7 +322,6 @@ def _text(lines: Sequence[Line], x: float, y: float) -> tuple[list[str], float]:
 
 
 def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, letter: float) -> tuple[list[str], float]:
-    """Two lanes, or one."""
     each = (width - GAP * (len(roles) - 1)) / len(roles)
     parts, lanes, below = list[str](), [], 0.0
     for number, role in enumerate(roles):

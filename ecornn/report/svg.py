@@ -1,6 +1,5 @@
-"""Pictures as inline SVG, coloured by the page's style, so that they follow light and dark. All text goes through
-:func:`text`, which escapes it: names in a log are anybody's. A picture is as wide as a phone, so that its words can be
-read there; elsewhere the page makes it a little larger."""
+"""Pictures as inline SVG, coloured by the page's style, light and dark. All text goes through :func:`text`, which
+escapes it: names in a log are anybody's. Pictures are as wide as a phone; elsewhere the page enlarges them."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ class Axis:
         return cls(low - room, high + room, begin, end)
 
     def __call__(self, value: float) -> float:
-        """Pixels of a value, with one decimal."""
         a, b, v = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         return round(self.begin + (v - a) / (b - a) * (self.end - self.begin), 1)
 
@@ -77,12 +75,10 @@ def figure(parts: Iterable[str], label: str, height: float = HEIGHT) -> str:
 
 
 def path(kind: str, points: Points) -> str:
-    """A line through points of pixels."""
     return f'<path class="{kind}" d="M{"L".join(f"{x} {y}" for x, y in points)}"/>'
 
 
 def dot(kind: str, x: float, y: float, title: str) -> str:
-    """A small circle, with a title."""
     return f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"><title>{escape(title)}</title></circle>'
 
 
@@ -99,8 +95,7 @@ def grid(x: Axis, y: Axis, across: str, up: str, marks: Sequence[float] | None =
 
 
 def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> str:
-    """A search: a dot for each trial (number, µs, best until then), the best so far as a line of steps, the default
-    dashed."""
+    """A search: a dot for each trial (number, µs, best until then), steps for the best so far, the default dashed."""
     ys = [us for _, us, _ in points] + ([default] if default else [])
     x, y = Axis.of([n for n, _, _ in points], LEFT, WIDTH - RIGHT), Axis.of(ys, HEIGHT - BOTTOM, TOP, log=True)
     parts = list(grid(x, y, "trial", "µs a step"))
@@ -133,8 +128,7 @@ def ranges(rows: Sequence[tuple[str, float, float, bool]], unit: str) -> str:
 
 
 def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: str) -> str:
-    """A row for each name, of terms (class, name, value) beside each other, all on one scale; terms that have values
-    of their own are explained below."""
+    """A row for each name, of terms (class, name, value), on one scale; terms that have values are explained below."""
     most = max(sum(value for _, _, value in terms) for _, terms in rows)
     x, parts = Axis(0.0, most, NAMES, WIDTH - VALUES), []
     for number, (name, terms) in enumerate(rows):
@@ -169,8 +163,7 @@ def squares(cells: Sequence[tuple[str, str]]) -> str:
 
 
 def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[str, float]], roof: float) -> str:
-    """Points (operations a byte, 10^12 operations a second, title) below a ``roof``, with dashed lines of so many
-    10^12 bytes a second; both axes logarithmic."""
+    """Points (operations a byte, TFLOP/s, title) below a ``roof`` and lines of TB/s, on logarithmic axes."""
     least = min(rate for _, rate, _ in points)
     x = Axis.of([i for i, _, _ in points], LEFT, WIDTH - RIGHT - 80, log=True)
     y = Axis.of([least, roof], HEIGHT - BOTTOM, TOP + 8, log=True)
