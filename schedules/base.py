@@ -1,7 +1,4 @@
-"""A schedule: a template with declared knobs.
-
-A schedule says which workloads it serves, declares its knobs, checks a configuration's resources before anything is
-built, and turns a configuration into a :class:`~ecornn.program.Program`."""
+"""A schedule: a template with declared knobs."""
 
 from __future__ import annotations
 
@@ -78,9 +75,8 @@ class After:
 
 @dataclass(frozen=True)
 class Task:
-    """The input of a schedule: one sequence, and how it sits in the layer around it. ``after``: a pass over all steps,
-    by others, of what the sequence writes, if that is not y. ``row``: values from one row of an adjoint's ``outputs``
-    to the next, which may be more than the outputs have; 0: as many."""
+    """The input of a schedule: one sequence, and how it sits in the layer around it. ``after``: a pass by others over
+    what the sequence writes, if not y. ``row``: values between rows of an adjoint's ``outputs``; 0: no others."""
 
     workload: Workload
     graph: StepGraph
@@ -139,7 +135,6 @@ def renamed(call: Call, names: Mapping[str, str]) -> Call:
     """The call with other buffers, by their ``names``."""
     def leaf(one: Leaf) -> Leaf:
         return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
-
     return mapped(call, leaf, lambda b: names.get(b, b))
 
 
@@ -210,9 +205,8 @@ class Schedule(ABC, Generic[Plan]):
         return math.inf
 
     def generation(self, task: Task) -> int:
-        """The generation of schedules since which this one serves the task, `latest` at most: records of an earlier
-        one say nothing of it. 1: `persistent_block`; 2: its clusters, and streamed weights of `persistent_wide`; 3:
-        heads of `persistent_block`."""
+        """The generation of schedules that first serves the task; earlier records say nothing of this one. 1:
+        `persistent_block`; 2: its clusters, streamed weights of `persistent_wide`; 3: heads of the former."""
         return 0
 
     def rank(self, task: Task) -> float:

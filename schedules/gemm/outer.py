@@ -272,7 +272,6 @@ class _Outer(MmaMainloop):
                       live, unrolled=16)
 
     def _add(self, _: Expr, base: Expr) -> None:
-        """The products of a stage."""
         values, operand = self._staged(base)
         operand = replace(operand, base=T.let("across", operand.base))
         halves = per_word(self.job.dtype) == 2

@@ -88,12 +88,10 @@ class WgmmaMainloop(ABC):
         multiplying warpgroup stays ``lag`` stages ahead, which the ring holds, so that one of the two multiplies while
         the other writes."""
         every = [self.acc[0, n, i] for n in range(self.width // 8) for i in range(4)]
-
         def release() -> None:
             with T.when(self.lane == 0):
                 before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(self.stages), "int32"))
                 self.ring.release(before)
-
         if not isinstance(count, int):
             with T.when(count == 0):
                 for value in every:

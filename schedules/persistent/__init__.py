@@ -114,7 +114,6 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _weights(task: Task) -> int:
-        """Bytes of the recurrent weights."""
         w = task.workload
         return sum(len(p.products) * len(p.operands) * words(columns_of(p, w.hidden), w.dtype)
                    for p in task.graph.product_phases) * w.hidden * (2 if w.weights else 4)

@@ -32,8 +32,6 @@ class Part(NamedTuple):
 
 
 class BlockKnobs(Knobs):
-    """The knobs of ``persistent_block``."""
-
     heads: int = knob("of a block. More: fewer blocks, each with more work a step", absent=1)
     products: str = knob("fma: multiply-adds of float32, for few rows; mma: tensor cores, which always multiply eights "
                          "of rows; wgmma: those of Hopper, faster, which read the state from shared memory")
