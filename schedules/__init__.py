@@ -24,7 +24,6 @@ def all_schedules() -> dict[str, Schedule]:
 
 
 def revisions() -> dict[str, int]:
-    """The present revision of every schedule, by name."""
     return {name: schedule.revision for name, schedule in all_schedules().items()}
 
 

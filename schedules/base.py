@@ -75,8 +75,9 @@ class After:
 
 @dataclass(frozen=True)
 class Task:
-    """The input of a schedule: one sequence, and how it sits in the layer around it. ``after``: a pass by others over
-    what the sequence writes, if not y. ``row``: values between rows of an adjoint's ``outputs``; 0: no others."""
+    """The input of a schedule: one sequence, and how it sits in the layer around it. ``after``: a pass over all steps,
+    by others, of what the sequence writes, if that is not y. ``row``: values from one row of an adjoint's ``outputs``
+    to the next, which may be more than the outputs have; 0: as many."""
 
     workload: Workload
     graph: StepGraph
@@ -206,7 +207,7 @@ class Schedule(ABC, Generic[Plan]):
 
     def generation(self, task: Task) -> int:
         """The generation of schedules that first serves the task; earlier records say nothing of this one. 1:
-        `persistent_block`; 2: its clusters, streamed weights of `persistent_wide`; 3: heads of the former."""
+        `persistent_block`; 2: its clusters, streamed weights of `persistent_wide`; 3: heads of the first."""
         return 0
 
     def rank(self, task: Task) -> float:

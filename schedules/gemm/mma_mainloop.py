@@ -35,7 +35,7 @@ class Staged:
 class MmaMainloop:
     """Emits it; a job says what a stage holds, and reads the fragments ``a`` and ``b`` of a k-tile. ``memory``: dynamic
     shared memory, float32; ``tiles``, ``products``: m16 and n8 tiles of a warp; ``stage_size``: in elements;
-    ``thread``: 0 to 255; ``barrier`` emits one of these; ``words``: read at once of each n8 tile, 2 for each k-tile."""
+    ``thread``: 0 to 255; ``barrier`` emits theirs; ``words``: read at once of each n8 tile, 2 for each k-tile."""
 
     def __init__(self, dtype: str, arithmetic: str, memory: TirBuffer, tiles: int, products: int, stages: int,
                  stage_size: int, thread: Expr, barrier: Callable[[], object], words: int = 2) -> None:

@@ -11,11 +11,9 @@ rows of ``units`` hidden units. In every block
 
 State travels through L2, or, where a group is a cluster, inside it (``exchange.py``); statistics, which gate warps
 exchange among themselves, likewise (``sums.py``). Blocks that are left over may work on the input projection meanwhile
-(``ProjectionWorkers``).
-
-Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for the
-sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at the
-same time, too, and costs nothing: gate warps wait for longer."""
+(``ProjectionWorkers``). Partial sums have two buffers, each with a named barrier that all warps of the recurrence wait
+at: gate warps for the sums, product warps for the gate warps, which have by then read the other buffer. That makes
+product warps poll at the same time, too, and costs nothing: gate warps wait for longer."""
 
 from __future__ import annotations
 
@@ -75,7 +73,6 @@ class ProjectionWorkers:
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
     def wait(self, t: Expr) -> None:
-        """Waits until all rows of step t are there."""
         T.note("gate warps: wait until projection CTAs have counted all tiles of step t")
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
         count = T.local("count", (1,), "uint32")  # finished tiles of a group
@@ -87,8 +84,6 @@ class ProjectionWorkers:
 
 
 class Gates(GateThreads):
-    """Emits the gate warps' code."""
-
     def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Carrier, shared: TirBuffer,
                  group: Expr, member: Expr, thread: Expr, beside: ProjectionWorkers | None) -> None:
         """``shared``: the block's memory, float32; ``member``: the block in its group; ``thread``: of gate threads."""

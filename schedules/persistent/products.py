@@ -29,13 +29,12 @@ class Stream:
     """Weights that do not fit on the chip: read from L2 in every step, by bulk copies into a ring of each product warp.
     Emits the ring of one phase; ``first`` is its place in shared memory, in words. The order of a warp's streamed pairs
     never changes, so the next ones are under way while the warp waits for state or multiplies with what it keeps. A
-    slot has the octets of one pair, neighbours in memory: one copy, and an mbarrier that counts its bytes.
-
-    Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when
-    they meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than
-    reads, so a fence stands between the two: without it what came next was sometimes read instead (30 of 30 runs of a
-    vanilla layer, H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than
-    the pairs by any number; how often a slot has been filled says which parity to wait for."""
+    slot has the octets of one pair, neighbours in memory: one copy, and an mbarrier that counts its bytes. Nobody but
+    the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when they meet,
+    behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than reads, so a
+    fence stands between the two: without it what came next was sometimes read instead (30 of 30 runs of a vanilla
+    layer, H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than the pairs
+    by any number; how often a slot has been filled says which parity to wait for."""
 
     def __init__(self, plan: PersistentPlan, index: int, words: TirBuffer, first: int, source: TirBuffer, at: Position,
                  steps: Expr) -> None:

@@ -262,7 +262,6 @@ class Gates(GateThreads):
                         T.buffer_store(into, half, [i, piece.register])
 
     def _copy(self, t: Expr) -> None:
-        """Begins to copy the inputs of step t."""
         slot = t % self.plan.depth
         for i in range(self.items):
             with T.when(T.And(self.valid[i], t < self.steps)):

@@ -111,11 +111,10 @@ class Products(ABC):
 
 class MultiplyAdds(Products):
     """Products by multiply-adds in float32, whatever the layer's type. ``lanes`` neighbouring threads share K: of every
-    ``4 lanes`` values a thread has four, which it loads at once, without bank conflicts. Each has all products of its
-    units, so that a loaded value is multiplied ``products x units`` times, a weight ``rows`` times. Then lanes add up:
-    as long as the pairs of units and rows can be halved, a lane gives one half away and gets the other lane's sums of
-    its own half; what cannot be halved all lanes add alike, and the first one stores. A pair's number is ``row * units
-    + unit``."""
+    ``4 lanes`` values a thread has four, which it loads at once without bank conflicts. Each has all products of its
+    units, so that a loaded value is multiplied ``products x units`` times, a weight ``rows`` times. Lanes then add up:
+    while pairs can be halved, a lane gives one half away and gets the other lane's sums of its own half; what cannot be
+    halved all add alike, and the first one stores. A pair's number is ``row * units + unit``."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
@@ -254,7 +253,6 @@ class TensorProducts(Products):
         T.buffer_store(self.values, T.cast(value, self.plan.dtype), [at])
 
     def place_of(self, unit: Expr, column: Expr) -> Expr:
-        """The place of a value in its operand."""
         each = PAIR * per_word(self.plan.dtype)
         return (unit // each * self.plan.rows + column) * each + unit % each
 
@@ -291,7 +289,6 @@ class TensorProducts(Products):
         return acc
 
     def _sums(self, acc: TirBuffer, part: Part, item: tuple[int, int, int]) -> dict[Var, Expr]:
-        """An item's sums of a part."""
         plan, products = self.plan, self.task.graph.product_phases[part.phase].products
         (unit, tile, column), found = item, {}
         units = range(unit, min(unit + plan.spread, plan.units) if plan.row_period else unit + 1)
