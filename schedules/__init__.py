@@ -9,7 +9,6 @@ from ecornn.schedules.base import Config, Knob, Schedule, Task, config_text
 
 @cache
 def all_schedules() -> dict[str, Schedule]:
-    """Every schedule, by name."""
     from ecornn.schedules.cpu import CPUSequence
     from ecornn.schedules.elementwise import Elementwise
     from ecornn.schedules.persistent import Persistent
@@ -25,7 +24,6 @@ def all_schedules() -> dict[str, Schedule]:
 
 
 def revisions() -> dict[str, int]:
-    """The present revision of every schedule, by name."""
     return {name: schedule.revision for name, schedule in all_schedules().items()}
 
 

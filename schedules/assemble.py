@@ -1,9 +1,8 @@
 """The program around a recurrence: what is the same whatever schedule goes through time.
 
-A schedule makes the recurrence alone: its kernels, the buffers that only they use, and their launches. Around it come
-the tensors of the call, the cell's parameter vectors, the projection of x over all steps, where the cell has values
-that do not depend on the state, and the pass over its rows, where these have statistics. Products over all steps that
-follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states."""
+A schedule makes the recurrence alone: its kernels, the buffers that only they use, their launches. Around it come the
+tensors of the call, parameter vectors, the projection of x over all steps, the pass over its rows where these have
+statistics, and products over all steps that follow. A task that trains has another recurrence, which keeps states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A schedule: a template with declared knobs.
-
-A schedule says which workloads it serves, declares its knobs, checks a configuration's resources before anything is
-built, and turns a configuration into a :class:`~ecornn.program.Program`."""
+"""A schedule: a template with declared knobs."""
 
 from __future__ import annotations
 
@@ -139,7 +136,6 @@ def renamed(call: Call, names: Mapping[str, str]) -> Call:
     """The call with other buffers, by their ``names``."""
     def leaf(one: Leaf) -> Leaf:
         return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
-
     return mapped(call, leaf, lambda b: names.get(b, b))
 
 
@@ -210,9 +206,8 @@ class Schedule(ABC, Generic[Plan]):
         return math.inf
 
     def generation(self, task: Task) -> int:
-        """The generation of schedules since which this one serves the task, `latest` at most: records of an earlier
-        one say nothing of it. 1: `persistent_block`; 2: its clusters, and streamed weights of `persistent_wide`; 3:
-        heads of `persistent_block`."""
+        """The generation of schedules that first serves the task; earlier records say nothing of this one. 1:
+        `persistent_block`; 2: its clusters, streamed weights of `persistent_wide`; 3: heads of the first."""
         return 0
 
     def rank(self, task: Task) -> float:

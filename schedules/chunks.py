@@ -67,9 +67,8 @@ def may_be_cut(task: Task) -> bool:
 def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int, states: Iterable[tuple[str, str]],
               reverse: bool, prefix: str = "") -> Component:
     """The calls of ``part`` in chunks of ``steps``; with ``reverse`` the last one in time comes first. ``around``: the
-    tensors of the call that it reads and writes; ``task``: the layer's, also where ``part`` is of its adjoint;
-    ``states``: pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them; ``prefix``: of the
-    names of a chunk's workspaces."""
+    call's tensors that it reads and writes; ``task``: the layer's, also of an adjoint's ``part``; ``states``: input and
+    output of each state (:class:`~ecornn.program.Chunks`); ``prefix``: of names of a chunk's workspaces."""
     w, traversal = task.workload, task.traversal
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     if traversal.keep is not None:
@@ -94,9 +93,8 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
 
 def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
     """The calls of ``part``, whose workspaces take less memory: one may be that of others which no call uses any more
-    when the first one uses it. That call writes all of it that is read later; of workspaces ``apart``, and of those
-    that calls of chunks of time and others use, that is not so, or nobody knows. ``steps``: those for which workspaces
-    are matched, which are large enough for any."""
+    when the first one uses it. That call writes all of it that is read later, which is not so, or not known, of
+    workspaces ``apart`` and of those that calls of chunks share with others. ``steps``: for which they are matched."""
     chunks = [call for call in part.calls if isinstance(call, Chunks)]
     levels = [tuple(call for call in part.calls if call not in chunks), *(call.calls for call in chunks)]
     uses = Uses(part.functions)
@@ -109,11 +107,9 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
         taken |= {call.buffer for call in calls if isinstance(call, Fill)}
         free = [b for b in sizes.values() if b.role == WORKSPACE and b.name in own - taken]
         instead |= _matched(free, [uses.of(call) for call in calls], steps, sizes)
-
     def leaf(one: Leaf) -> Leaf:
         names = {p.name: one.names.get(p.name, p.name) for p in part.functions[one.function].params}
         return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
-
     buffers = tuple(b for name, b in sizes.items() if name not in instead)
     return Component(part.functions, buffers, tuple(mapped(call, leaf) for call in part.calls))
 
@@ -168,6 +164,5 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
     """A workspace that is large enough for either."""
     def elements(own: int, others: int) -> int:
         return max(own, ceil_div(others * other.itemsize, place.itemsize))
-
     a, b = place.extent, other.extent
     return structs.replace(place, extent=Extent(elements(a.fixed, b.fixed), elements(a.per_step, b.per_step)))

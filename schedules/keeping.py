@@ -42,11 +42,10 @@ def together(task: Task, adjoint: Adjoint, count: int) -> int:
 
 
 def for_products(output: Expr, task: Task) -> Expr:
-    """A step's output as it is stored. What an adjoint's recurrence writes is an operand of dx, whose products cut off
-    what TF32 has no bits for (gemm/rows_wgmma.py): always towards zero, which adds up where gradients are of one sign.
-    Of values that are raised they cut off what rounding does, and the gradients of two LSTM layers of 64 units (T =
-    100, of the mean of y) are 3.7e-4 from float64's in place of 5.6e-4, by a model of these roundings in float64;
-    cuDNN's were 3.0e-4. Sums over all steps, the gradients of biases, have the values before any rounding."""
+    """A step's output as it is stored. An adjoint's are an operand of dx, whose products cut off what TF32 has no bits
+    for (gemm/rows_wgmma.py): always towards zero, which adds up where gradients are of one sign; of raised values that
+    is rounding. By a float64 model the gradients of two LSTM layers of 64 units (T = 100, of the mean of y) are 3.7e-4
+    off then, not 5.6e-4; cuDNN's were 3.0e-4. Sums over all steps, the gradients of biases, are of unrounded values."""
     return raised(output) if task.traversal.backward and task.workload.arithmetic == "tf32" else output
 
 
@@ -85,7 +84,6 @@ class Stored:
         ``values_kept``, if values lie together; and ``value<number>_kept`` (T, B, H) of the others."""
         def made(tensor: str, of: str, name: str, count: int = 1) -> Buffer:
             return structs.replace(Buffer.of(tensor, dtype, of), name=name, extent=Extent(0, batch * count * hidden))
-
         return [*(made("state_kept", s, f"{s}_kept") for s in self.states),
                 *[made(VALUES, "0", VALUES, self.together)] * bool(self.together),
                 *(made("value_kept", str(n), f"value{n}_kept") for n in range(self.together, len(self.values)))]

@@ -31,9 +31,8 @@ class SequenceKernel:
     @classmethod
     def declare(cls, task: Task, hoisted: Hoisted, math: str, own: Mapping[str, str], kept: Stored = NOTHING,
                 early: bool = False, before: Callable[[], dict[str, TirBuffer]] = dict) -> SequenceKernel:
-        """Declares the parameters of a kernel, in this order: ``T, B``, what ``before`` declares, ``[hoisted,]
-        [row_sums,] vectors, <state>_in, <state>_out``, the schedule's ``own`` by their types, ``y`` or ``outputs``,
-        what is ``kept``, masks, and pieces of sequences."""
+        """Declares a kernel's parameters, in order: ``T, B``, those of ``before``, ``[hoisted,] [row_sums,] vectors,
+        <state>_in, <state>_out``, the schedule's ``own``, ``y`` or ``outputs``, what is ``kept``, masks, pieces."""
         graph, dtype = task.graph, task.workload.dtype
         kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
         kinds |= ({"row_sums": "float32"} if graph.row_inputs else {}) | {"vectors": "float32"}

@@ -45,11 +45,9 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in _tensors(task) if b.role != KEPT]
     tensors += stored(task).buffers(w.batch, w.hidden, w.dtype)
     names = _names(task)
-
     def of_chunk(steps: int) -> tuple[Component, Component]:
         short = replace(task, workload=structs.replace(w, seq=steps))
         return parts_of(short, made, known, layout, recurrence, add=True, add_dx=add_dx, chunked=True, dx=dx)
-
     expected = schedule.expected(inner)
     steps = chunk_for(task, (*hoisted, *rows.buffers), expected)
     if steps is not None:
@@ -132,15 +130,12 @@ def _names(task: Task) -> dict[str, str]:
 def _named(part: Component, names: Mapping[str, str], everything: bool = True) -> Component:
     """The component with other names of buffers; ``everything``: those not in ``names`` get a prefix, functions too."""
     prefix = OWN if everything else ""
-
     def of(name: str) -> str:
         return names.get(name, prefix + name)
-
     def leaf(one: Leaf) -> Leaf:
         parameters = (p.name for p in part.functions[one.function].params)
         given = {p: of(one.names.get(p, p)) for p in parameters if p not in SCALARS}
         return replace(one, function=prefix + one.function, names=given)
-
     functions: dict[str, PrimFunc] = {prefix + n: f for n, f in part.functions.items()}
     return Component(functions, tuple(structs.replace(b, name=of(b.name)) for b in part.buffers),
                      tuple(mapped(call, leaf, of) for call in part.calls))

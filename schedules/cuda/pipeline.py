@@ -102,10 +102,9 @@ class Pipeline:
 @dataclass(frozen=True)
 class ClusterPipeline(Pipeline):
     """Emits both ends of the way to every block of a cluster, of what its blocks make in each step: two stages in the
-    shared memory of each, which all blocks fill by st.async. What is for step t goes to stage t % 2.
-
-    A phase has one arrival, by a thread of the block that says how many bytes come, and the bytes of one step; some of
-    these may come before the arrival.
+    shared memory of each, which all blocks fill by st.async. What is for step t goes to stage t % 2. A phase has one
+    arrival, by a thread of the block that says how many bytes come, and the bytes of one step; some of these may come
+    before the arrival.
 
     * Nobody reads what is not there: the phase ends with its last byte, and a wait for it acquires, at the scope of
       the cluster, what the bytes' completion released.

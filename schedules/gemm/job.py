@@ -65,9 +65,8 @@ def whole_chunks(values: int, itemsize: int) -> int:
 def packing_of(sources: tuple[Source, ...], first: tuple[int, ...], made: tuple[int, ...], multiplied: tuple[int, ...],
                order: Sequence[int], dtype: str, *, transposed: bool = False, heads: int = 1) -> Packing:
     """How weights are packed, with axes (*``first``, *``made``, *``multiplied``): of the sources, of the units that a
-    source makes and of the values that these multiply. ``order`` puts the axes in place. Of weights that are
-    ``transposed`` the axes of a source have changed places, and each of ``heads`` is a block on its diagonal; the first
-    axis of ``made`` has the units of all heads."""
+    source makes, of the values that these multiply; ``order`` places them. ``transposed``: the axes of a source have
+    changed places, and each of ``heads`` is a block on its diagonal; ``made`` begins with all heads' units."""
     if not transposed:
         pad = (prod(first), prod(made), prod(multiplied))
         return Packing(sources, pad, (*first, *made, *multiplied), tuple(order), dtype)
@@ -109,7 +108,6 @@ class Operand:
         return Packing(self.sources, pad, found.split, found.order, dtype)
 
     def buffer(self, packing: Packing, dtype: str) -> Buffer:
-        """The packed weights."""
         return Buffer(self.weights, PACKED, dtype, Extent(prod(packing.pad)), packing)
 
 
@@ -217,19 +215,15 @@ def write_tile(job: Job, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                vector: Callable[[int, Expr], Expr], unit_of: Callable[[Expr], Expr],
                row_of: Callable[[Expr, Expr], Expr], end: Expr, span: int = 2) -> None:
     """Writes what ``epilogue`` makes of a thread's sums: of units ``unit_of(group)`` and those next to it, ``span`` in
-    all, of rows ``row_of(tile, half) < end``. ``vector(i, unit)`` is the value of parameter vector i.
-
-    ``acc`` has accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them: two neighbouring columns a thread. Tile
-    ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are the units in order, with
-    4 those of two octets are dealt out so that a thread has 4 neighbouring units."""
+    all, of rows ``row_of(tile, half) < end``. ``vector(i, unit)`` is the value of parameter vector i. ``acc`` has
+    accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them: two neighbouring columns a thread. Tile ``octet * rows +
+    row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are the units in order, with 4 those of two
+    octets are dealt out so that a thread has 4 neighbouring units."""
     tiles, products = (int(n) for n in acc.shape[:2])
-
     def within(unit: Expr, e: int) -> Expr:  # or the last one
         return T.let("own_unit", unit + e if job.units % span == 0 else T.min(unit + e, job.units - 1))
-
     def vectors(unit: Expr, e: int) -> Vectors:
         return lambda i: T.cast(within(unit, e), "float32") if i is None else vector(i, within(unit, e))
-
     with T.unroll("o", products // max(job.rows, 1) * 2 // span) as o:
         unit = T.let("unit", unit_of(o))
         with T.when(unit < job.units):

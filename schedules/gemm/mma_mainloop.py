@@ -34,9 +34,8 @@ class Staged:
 
 class MmaMainloop:
     """Emits it; a job says what a stage holds, and reads the fragments ``a`` and ``b`` of a k-tile. ``memory``: dynamic
-    shared memory, float32; ``tiles``, ``products``: m16 and n8 tiles of a warp; ``stage_size``: elements of a stage;
-    ``thread``: 0 to 255; ``barrier`` emits a barrier of these threads; ``words``: that a thread reads of each n8 tile
-    at once, 2 for each k-tile."""
+    shared memory, float32; ``tiles``, ``products``: m16 and n8 tiles of a warp; ``stage_size``: in elements;
+    ``thread``: 0 to 255; ``barrier`` emits theirs; ``words``: read at once of each n8 tile, 2 for each k-tile."""
 
     def __init__(self, dtype: str, arithmetic: str, memory: TirBuffer, tiles: int, products: int, stages: int,
                  stage_size: int, thread: Expr, barrier: Callable[[], object], words: int = 2) -> None:
@@ -93,7 +92,6 @@ class MmaMainloop:
         if bytes_ < 4:
             self._copy_values(x, source, to, values, row, end, first, head, live)
             return
-
         def one(index: Expr) -> None:
             local, word = T.let("local", index // each), T.let("word", index % each * count)
             value = T.let("value", (first + word) * values)
@@ -103,14 +101,12 @@ class MmaMainloop:
             at = T.Select(inside, x.place(row + local, value if head is None else head + value), T.int64(0))
             cp_async(to.buffer.ptr_to([to.base + local * to.pitch + word]), source.ptr_to([at]), bytes_,
                      T.Select(inside, T.uint32(bytes_), T.uint32(0)))
-
         self.share(to.height * each, one, bytes_ < unrolled)
 
     def _copy_values(self, x: Columns, source: TirBuffer, to: Staged, values: int, row: Expr, end: Expr, first: Expr,
                      head: Expr | None, live: Live | None) -> None:
         """The same for rows of 16-bit values that are not of whole words, which no asynchronous copy serves."""
         width = to.width * values
-
         def one(index: Expr) -> None:
             local, value = T.let("local", index // width), T.let("value", index % width)
             column = T.let("column", first * values + value)
@@ -124,7 +120,6 @@ class MmaMainloop:
                 loaded = source[x.place(row + local, column if head is None else head + column)]
                 T.buffer_store(self.values, loaded if self.dtype == "float16" else T.reinterpret("float16", loaded),
                                place)
-
         self.share(to.height * width, one, True)
 
     def share(self, count: int, emit: Callable[[Expr], None], rolled: bool = False) -> None:
@@ -133,7 +128,6 @@ class MmaMainloop:
             index = T.let("index", turn * THREADS + self.thread)
             with T.when(count % THREADS == 0 or index < count):
                 emit(index)
-
         if rolled:
             with T.serial("r", 0, -(-count // THREADS)) as turn:
                 one(turn)

@@ -141,8 +141,6 @@ def with_existing(add: bool | Expr | None, before: Expr, value: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class OuterShape:
-    """How one is cut."""
-
     height: int  # sums of a tile: columns of ``values``
     width: int  # and of ``operand``
     down: int  # tiles over ``values``
@@ -255,7 +253,6 @@ class _Outer(MmaMainloop):
             self.arguments.store(self.part, row, first, pairs)
 
     def _staged(self, base: Expr) -> tuple[Staged, Staged]:
-        """Values and operand of a stage."""
         s = self.shape
         pitch = s.height + PAD
         return (Staged(self.values, base, s.depth, s.height, pitch),
@@ -272,7 +269,6 @@ class _Outer(MmaMainloop):
                       live, unrolled=16)
 
     def _add(self, _: Expr, base: Expr) -> None:
-        """The products of a stage."""
         values, operand = self._staged(base)
         operand = replace(operand, base=T.let("across", operand.base))
         halves = per_word(self.job.dtype) == 2

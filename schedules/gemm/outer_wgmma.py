@@ -63,8 +63,6 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc
 
 
 class _Outer(WgmmaMainloop):
-    """Emits the code of a block."""
-
     def __init__(self, shape: OuterShape, arguments: Arguments, memory: TirBuffer, thread: Expr, block: Expr) -> None:
         self.shape, self.arguments, self.block = shape, arguments, block
         self.rows = T.let("rows", arguments.steps * arguments.batch)
@@ -95,7 +93,6 @@ class _Outer(WgmmaMainloop):
 
     def multiply(self) -> None:
         T.note("MMA warpgroups: a panel of values by all of the operand's")
-
         def tile(part: Expr, stages: Expr, m0: Expr, n0: Expr) -> None:
             T.note("main loop over rows: wait for a full stage, wgmma, then hand the stage before it back")
             self.products(stages, self._operands, across=True)
@@ -105,7 +102,6 @@ class _Outer(WgmmaMainloop):
             for half in range(2):
                 pairs = [(self.acc[0, n, half * 2], self.acc[0, n, half * 2 + 1]) for n in range(self.width // 8)]
                 self.arguments.store(part, T.let("row", row0 + half * 8), first, pairs)
-
         self._tiles(tile)
 
     def _operands(self, start: Expr) -> Descriptors:

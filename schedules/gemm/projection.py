@@ -4,11 +4,10 @@
 
 Hopper's own kernel (``rows_wgmma.py``) takes a product where it can: 16-bit types and TF32, rows of whole words, all
 rows at once; else that of ``rows_mma.py``. A schedule may have all rows done before its own kernel, or only the first
-``ahead`` percent: the rest is then for blocks of its own, beside those of the recurrence (``persistent``).
-
-A layer's x is as its caller has it: rows of 650 values of 16 bits come 4 bytes at a time, where others come by 16. A
-row is copied to shared memory once for every tile of columns; where that is often, x is copied once before, to rows
-that are aligned."""
+``ahead`` percent: the rest is then for blocks of its own, beside those of the recurrence (``persistent``). A layer's x
+is as its caller has it: rows of 650 values of 16 bits come 4 bytes at a time, where others come by 16. A row is copied
+to shared memory once for every tile of columns; where that is often, x is copied once before, to rows that are
+aligned."""
 
 from __future__ import annotations
 

@@ -122,19 +122,14 @@ class Team(MmaMainloop):
         s, self.alone = self.shape, done is None
         tiles = T.let("tiles", (end - first + (s.height - 1)) // s.height * s.columns)
         turn = T.local("turn", (1,), "int32")  # number of the tile
-
         def place(number: Expr) -> tuple[Expr, Expr, Expr]:
-            """A tile's group of rows, the first of them, and the column."""
             group, column = T.let("group", number // s.columns), T.let("column", number % s.columns)
             return group, T.let("row", first + group * s.height), column
-
         def load(row: Expr, column: Expr) -> Load:
             return partial(self._load_stage, row, end, column)
-
         def begin(number: Expr) -> None:  # a tile's first copies, if there is such a tile
             with T.when(number < tiles):
                 self.begin(s.slabs, load(*place(number)[1:]))
-
         T.buffer_store(turn, member, [0])
         if self.alone and s.rows:
             begin(member)
@@ -157,7 +152,6 @@ class Team(MmaMainloop):
             T.buffer_store(turn, turn[0] + members, [0])
 
     def _multiply(self, column: Expr, slab: Expr, base: Expr) -> None:
-        """The products of a stage."""
         s, raised, has_units = self.shape, [o.columns.raised for o in self.job.operands], True
         cut = raised[0]  # whether the slab's operand is raised: one answer for all, or for each
         if len(set(raised)) > 1:
@@ -196,12 +190,10 @@ class Team(MmaMainloop):
         count = next((n for n in (4, 1) if columns.together(n * pw) == n * pw), 0)
         to = Staged(self.words, base, s.height, SPAN * 16, ROW)
         self.copy(columns, self.arguments[columns.name], to, count, row, end, slab * (SPAN * 16), head)
-
         def weights(index: Expr) -> None:
             source = (T.cast(column * slabs + slab, "int64") * (s.weight_bytes // 4) + index * 4) * pw
             cp_async(self.words.ptr_to([base + s.height * ROW + index * 4]),
                      self.arguments[operand.weights].ptr_to([source]), CHUNK)
-
         self.share(s.weight_bytes // CHUNK, weights)
 
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:

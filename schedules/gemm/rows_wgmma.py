@@ -51,12 +51,10 @@ def _columns(job: Job) -> int:
     if job.expected is None:
         return least
     groups = -(-job.expected // ROWS)
-
     def expected(columns: int) -> int:
         octets = -(-pairs // columns) * 2
         turns = -(-groups * -(-pairs * 2 // octets) // job.device.cores)
         return turns * (ROWS + octets * 8 * job.rows)  # bytes that are copied, which multiplying does not outrun
-
     return min(range(least, min(pairs, NARROWER * least) + 1), key=expected)
 
 
@@ -84,8 +82,6 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
 
 
 class _Rows(WgmmaMainloop):
-    """Emits the code of a block."""
-
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                  memory: TirBuffer, thread: Expr, block: Expr, rows: Expr) -> None:
         self.job, self.shape, self.epilogue, self.arguments = job, shape, epilogue, arguments
@@ -112,16 +108,13 @@ class _Rows(WgmmaMainloop):
 
     def copy(self) -> None:
         T.note("producer warpgroup: wait for an empty stage, copy weights (bulk) and rows (cp.async) into it")
-
         def tile(group: Expr, column: Expr) -> None:
             for operand, slabs in zip(self.job.operands, self.shape.parts, strict=True):
                 self.fill(slabs, partial(self._copy_stage, operand, group, column * slabs))
-
         self._tiles(tile)
 
     def _copy_stage(self, operand: Operand, group: Expr, piece: Expr, stage: Expr, slab: Expr) -> None:
-        """Weights by a bulk copy, those of the tile from ``piece`` on; of the rows a thread's eight chunks, of every
-        16th row, zeros for what is outside."""
+        """Weights by a bulk copy from ``piece`` on; a thread's eight chunks, of every 16th row; zeros where outside."""
         size, x, base = self.job.itemsize, operand.columns, stage * (self.stage_bytes // 4)
         with T.when(self.thread == 0):
             source = T.cast(T.let("piece", piece + slab), "int64") * (self.shape.weight_bytes // size)
@@ -141,7 +134,6 @@ class _Rows(WgmmaMainloop):
         s, span = self.shape, self.epilogue.span
         flip = T.local("flip", (1,), "int32")  # which of two copies of the vectors
         T.buffer_store(flip, T.int32(0), [0])
-
         def tile(group: Expr, column: Expr) -> None:
             unit0 = T.let("unit0", column * s.units)
             place = T.let("place", self.first_vector + (self.half * 2 + flip[0]) * self.vector_floats)
@@ -158,7 +150,6 @@ class _Rows(WgmmaMainloop):
                        lambda n: unit0 + (n * 4 + self.lane % 4) * span,
                        lambda _, upper: row0 + upper * 8, self.rows, span)
             T.buffer_store(flip, 1 - flip[0], [0])
-
         self._tiles(tile)
 
     def _operands(self, start: Expr) -> Descriptors:
@@ -169,7 +160,6 @@ class _Rows(WgmmaMainloop):
         return T.let("x", x), T.let("weights", weights), 2, 2 * width
 
     def _copy_vectors(self, place: Expr, unit0: Expr) -> None:
-        """The parameter vectors of a tile's units."""
         own, units = self.shape.units, self.job.units
         for turn in range(-(-self.vector_floats // GROUP)):
             index = T.let("index", turn * GROUP + self.member)

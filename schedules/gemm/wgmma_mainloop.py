@@ -3,11 +3,10 @@
 The ring is a ``Pipeline`` (cuda/pipeline.py). Its ``full`` takes an arrival of each copying thread when its copies have
 landed, and where one bulk copy fetches a part of the stage, one of the thread that announces its bytes; its ``empty``
 8, of each multiplying warp when its products of the stage are done. All warps go through the same tiles and stages in
-the same order, and copies run ahead into the next tile.
-
-cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying threads, which
-have seen the arrivals, put a proxy fence between. Products of the stage before are still under way, so it delays
-nothing. Conversely, products are waited for before ``empty`` is arrived at: what they read may be overwritten."""
+the same order, and copies run ahead into the next tile. cp.async writes through the generic proxy and wgmma reads
+through the asynchronous one: the multiplying threads, which have seen the arrivals, put a proxy fence between. Products
+of the stage before are still under way, so it delays nothing. Conversely, products are waited for before ``empty`` is
+arrived at: what they read may be overwritten."""
 
 from __future__ import annotations
 
@@ -88,12 +87,10 @@ class WgmmaMainloop(ABC):
         multiplying warpgroup stays ``lag`` stages ahead, which the ring holds, so that one of the two multiplies while
         the other writes."""
         every = [self.acc[0, n, i] for n in range(self.width // 8) for i in range(4)]
-
         def release() -> None:
             with T.when(self.lane == 0):
                 before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(self.stages), "int32"))
                 self.ring.release(before)
-
         if not isinstance(count, int):
             with T.when(count == 0):
                 for value in every:
@@ -134,7 +131,6 @@ class WgmmaMainloop(ABC):
                          T.Select(T.And(live, value + v < x.width), there, T.uint32(0)))
 
     def _use(self) -> Use:
-        """The current use of a stage."""
         stages = T.uint32(self.stages)
         return Use(T.let("stage", T.cast(self.turn[0] % stages, "int32")),
                    T.let("parity", T.bitwise_and(self.turn[0] // stages, T.uint32(1))))

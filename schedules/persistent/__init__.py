@@ -114,7 +114,6 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _weights(task: Task) -> int:
-        """Bytes of the recurrent weights."""
         w = task.workload
         return sum(len(p.products) * len(p.operands) * words(columns_of(p, w.hidden), w.dtype)
                    for p in task.graph.product_phases) * w.hidden * (2 if w.weights else 4)
@@ -185,7 +184,6 @@ class Persistent(SearchedSchedule[PersistentPlan]):
     def _unfit(self, task: Task, knobs: PersistentKnobs) -> str | None:
         """None, or the reason why the rest of what is asked for does not fit, beside the projection or without it."""
         device = task.device
-        # a knob that is read is one that matters
         if task.graph.hoisted_statistics and knobs.ahead != 100:
             return "statistics of the projection are computed after all of it"
         if task.traversal.backward and knobs.ahead != 100:
@@ -245,8 +243,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
 
     def cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
-        """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
-        projection beside the recurrence may not be valid."""
+        """Estimate and configuration of each cut with most weights in registers; with workers some may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         few = task.workload.batch == 1 or task.graph.statistics
         for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):

@@ -101,9 +101,8 @@ def workers_time(task: Task, plan: PersistentPlan) -> float:
 
 
 def recurrence(plan: PersistentPlan, rates: GPURates) -> float:
-    """Nanoseconds of a step's recurrence: a cost of everything that is one after the other. The factors are a
-    least-squares fit to 2622 trials in the logs of an H100 and an H200 that ship: half of them within 7%, nine in ten
-    within 18% (five-fold over layers), beside 6.7 µs that a sequence takes once."""
+    """Nanoseconds of a step's recurrence, part after part, beside 6.7 µs a sequence. Factors are a least-squares fit to
+    2622 trials of shipped logs (H100, H200): half within 7%, nine in ten within 18% (five-fold over layers)."""
     return sum(stages(plan, rates)) / rates.clock
 
 
@@ -132,9 +131,8 @@ def _unpacked(plan: PersistentPlan, p: PhasePlan) -> float:
 
 
 def summing(plan: PersistentPlan) -> float:
-    """Cycles of the exchanges of statistics, and of what follows from them: by hand, from 40 times of four layers on
-    one H100 (H = 256 and 1024, B = 16). Through L2 the lines that all blocks read take time, in clusters each message,
-    of which a block sends one to every block."""
+    """Cycles of exchanges of statistics and what follows: by hand, from 40 times of four layers on an H100 (H = 256 and
+    1024, B = 16). Through L2 the lines that all blocks read take time, in clusters a block's message to each."""
     cycles, levels = 0.0, (min(32, plan.lanes) - 1).bit_length()
     for e, n in enumerate(plan.sums):
         cycles += SHUFFLE * levels

@@ -91,7 +91,6 @@ class Ring:
         """Before the first :meth:`read` in step t, which waits for each word itself."""
 
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        """Reads these pairs of a slot into ``state``."""
         T.note("consumer: poll the slot in L2 until no word is the sentinel")
         missing = T.variable("missing", "int32", T.int32(1))
         with T.While(missing[0] != 0):
@@ -135,15 +134,12 @@ class Ring:
 
 def begins_early(task: Task, plan: PersistentPlan) -> bool:
     """Tells whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that
-    reads and writes nothing of what ``start`` does. Such a call's launches are three:
-
-    ``project``  lets ``start`` begin when all of its own blocks have.
-    ``start``    lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
-    ``persistent``  loads weights, waits for ``start``, and then reads hoisted values and states, and writes.
-
-    What is read or written before a wait was written by an earlier call, which had ended when ``project`` began: that
-    is not launched early. Nobody waits for a block that is not there yet: ``project`` and ``start`` wait only for what
-    is ahead, and ``persistent``, whose blocks wait for each other, is cooperative."""
+    reads and writes nothing of what ``start`` does. ``project`` lets ``start`` begin when all of its own blocks have.
+    ``start`` lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
+    ``persistent`` loads weights, waits for ``start``, and then reads hoisted values and states, and writes. What is
+    read or written before a wait was written by an earlier call, which had ended when ``project`` began: that is not
+    launched early. Nobody waits for a block that is not there yet: ``project`` and ``start`` wait only for what is
+    ahead, and ``persistent``, whose blocks wait for each other, is cooperative."""
     if plan.cluster or plan.sums or plan.ahead < 100:  # what comes first is no load of weights, or no projection
         return False
     return short(task) and may_be_followed(task) and not late_operands(task.graph)  # which start reads
@@ -200,7 +196,6 @@ def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) ->
 
 
 def head_of(plan: PersistentPlan, group: Expr) -> Head | None:
-    """The head that a group has, of a layer with heads."""
     return Head(T.let("head_first", group % plan.heads * plan.own), plan.own) if plan.heads > 1 else None
 
 
@@ -209,11 +204,10 @@ AT_ONCE = 4  # words of the initial state that a thread has under way
 
 
 class Cluster:
-    """The same, inside a cluster, which is a group: straight into the shared memory of every block that needs it.
-
-    Every block keeps two slots for an exchanged vector in its own shared memory: the stages of a ``ClusterPipeline``,
-    which says what mbarriers count. Whoever computes a word sends it to all blocks of the cluster; product warps wait
-    until all have arrived, and read.
+    """The same, inside a cluster, which is a group: straight into the shared memory of every block that needs it. Every
+    block keeps two slots for an exchanged vector in its own shared memory: the stages of a ``ClusterPipeline``, which
+    says what mbarriers count. Whoever computes a word sends it to all blocks of the cluster; product warps wait until
+    all have arrived, and read.
 
     Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a
     block that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's

@@ -11,11 +11,9 @@ rows of ``units`` hidden units. In every block
 
 State travels through L2, or, where a group is a cluster, inside it (``exchange.py``); statistics, which gate warps
 exchange among themselves, likewise (``sums.py``). Blocks that are left over may work on the input projection meanwhile
-(``ProjectionWorkers``).
-
-Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for the
-sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at the
-same time, too, and costs nothing: gate warps wait for longer."""
+(``ProjectionWorkers``). Partial sums have two buffers, each with a named barrier that all warps of the recurrence wait
+at: gate warps for the sums, product warps for the gate warps, which have by then read the other buffer. That makes
+product warps poll at the same time, too, and costs nothing: gate warps wait for longer."""
 
 from __future__ import annotations
 
@@ -45,12 +43,11 @@ BARRIER = 5  # named barrier of a team of workers; the recurrence has others in 
 
 
 class ProjectionWorkers:
-    """The input projection beside the recurrence: left-over blocks do it while the steps run.
-
+    """The input projection beside the recurrence, by left-over blocks: the workers' code, and the gate warps' wait.
     Workers take tiles of rows in the order of time and count the finished ones in ``ready``, one counter for each group
     of rows: store, barrier of the team, fence, add; acquire load, load. Gate warps wait for the rows that they are
     about to fetch, two steps ahead of their use, of groups that they have not yet seen finished. Workers wait for
-    nobody. Emits both sides: the workers' code, and the gate warps' wait."""
+    nobody."""
 
     def __init__(self, kernel: SequenceKernel, plan: PersistentPlan) -> None:
         shape = worker_shape(kernel.task, plan)
@@ -63,7 +60,6 @@ class ProjectionWorkers:
 
     @staticmethod
     def declare(task: Task, layout: Hoisted) -> dict[str, TirBuffer]:
-        """The arguments that only this part has."""
         return {**job_of(task).declare_inputs(HoistedValues(task, layout)), "ready": T.pointer("ready", "uint32")}
 
     def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
@@ -71,14 +67,12 @@ class ProjectionWorkers:
         def done(group: Expr) -> None:
             fence_gpu()
             red_release(self.arguments["ready"].ptr_to([group]))
-
         T.note("projection CTAs: tiles of the input's product for later steps; a counter says how many are done")
         epilogue, barrier = HoistedValues(self.task, self.hoisted), partial(named_barrier_sync, BARRIER, THREADS)
         team = Team(job_of(self.task), self.shape, epilogue, self.arguments, shared, thread, barrier)
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
     def wait(self, t: Expr) -> None:
-        """Waits until all rows of step t are there."""
         T.note("gate warps: wait until projection CTAs have counted all tiles of step t")
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
         count = T.local("count", (1,), "uint32")  # finished tiles of a group
@@ -90,8 +84,6 @@ class ProjectionWorkers:
 
 
 class Gates(GateThreads):
-    """Emits the gate warps' code."""
-
     def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Carrier, shared: TirBuffer,
                  group: Expr, member: Expr, thread: Expr, beside: ProjectionWorkers | None) -> None:
         """``shared``: the block's memory, float32; ``member``: the block in its group; ``thread``: of gate threads."""
@@ -119,7 +111,6 @@ class Gates(GateThreads):
                 self.sums = RingSums(plan, statistics, rings, shared, group, member, thread)
 
     def run(self) -> None:
-        """Emits the whole sequence."""
         T.note("gate warps, prologue: each thread's constants, states and the inputs of the first two steps")
         if self.early:
             wait_on_earlier()
@@ -223,7 +214,6 @@ class Gates(GateThreads):
         return word_of(self.plan, phase, operand, unit, self.column[i]), mine
 
     def _places(self, p: int) -> list[tuple[Expr, Expr]]:
-        """The words that this thread may send."""
         phase = self.plan.phases[p]
         return [self._place(i, phase, o) for i in range(self.plan.items) for o in range(phase.operands)]
 
@@ -250,7 +240,6 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, kept: 
         # in order: 2 sides of partial sums, weights, what is exchanged; of a worker: its stages
         shared = T.shared(block_shared(task, plan) // 4)
         beside = ProjectionWorkers(kernel, plan) if plan.workers else None
-
         def recurrence() -> None:
             T.note("a group of CTAs holds all recurrent weights for its batch rows; each CTA has some hidden units")
             group, member = T.let("group", block // plan.blocks), T.let("member", block % plan.blocks)
@@ -266,7 +255,6 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, kept: 
                 with T.Else(), T.when(warp < plan.warps + plan.gate_warps):
                     Gates(kernel, plan, carrier, shared, group, member,
                           T.let("gate_thread", thread - plan.warps * 32), beside).run()
-
         if beside is None:
             recurrence()
         else:

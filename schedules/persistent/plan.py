@@ -57,8 +57,6 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
 
 
 class PersistentKnobs(Knobs):
-    """The knobs of ``persistent``."""
-
     groups: int = knob("smaller exchanges and products a group, against fewer SMs for each")
     units: int = knob("fewer units a block: less work a step; more: fewer blocks to wait for")
     warps: int = knob("more product warps: less work each, but more partial sums to add")

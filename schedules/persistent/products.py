@@ -20,8 +20,6 @@ SENT = 4  # of a block's operands that are on their way; sums.py has 3
 
 
 class Position(NamedTuple):
-    """A lane's place."""
-
     member: Expr  # the block in its group
     warp: Expr  # among those that multiply
     lane: Expr
@@ -29,18 +27,14 @@ class Position(NamedTuple):
 
 class Stream:
     """Weights that do not fit on the chip: read from L2 in every step, by bulk copies into a ring of each product warp.
-
-    The order of a warp's streamed pairs is the same in every step, so what comes next is known, and is under way while
-    the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A ring's slot has the octets
-    of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
-
-    Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when
-    they meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than
-    reads, so a fence stands between the two: without it what came next was sometimes read instead (30 of 30 runs of a
-    vanilla layer, H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than
-    the pairs by any number; how often a slot has been filled says which parity to wait for.
-
-    Emits the ring of one phase; ``first`` is its place in shared memory, in words."""
+    Emits the ring of one phase; ``first`` is its place in shared memory, in words. The order of a warp's streamed pairs
+    never changes, so the next ones are under way while the warp waits for state or multiplies with what it keeps. A
+    slot has the octets of one pair, neighbours in memory: one copy, and an mbarrier that counts its bytes. Nobody but
+    the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when they meet,
+    behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than reads, so a
+    fence stands between the two: without it what came next was sometimes read instead (30 of 30 runs of a vanilla
+    layer, H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than the pairs
+    by any number; how often a slot has been filled says which parity to wait for."""
 
     def __init__(self, plan: PersistentPlan, index: int, words: TirBuffer, first: int, source: TirBuffer, at: Position,
                  steps: Expr) -> None:
@@ -219,7 +213,6 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Weights, carrier: Carri
     if plan.rows % 8:  # lanes of the last tile that have no batch row never load
         for p, i in product(range(phase.polled_pairs), range(4)):
             T.buffer_store(state, T.uint32(0), [p, plan.tiles - 1, i])
-
     def turn(first: Expr, like: int, count: int) -> None:
         """``count`` pairs from ``first`` on: waits for their words, then multiplies one after the other. ``like``: the
         first of as many that are kept where these are; the same in code that is no loop."""
@@ -233,7 +226,6 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Weights, carrier: Carri
             rows = [partial(stored.word, q, v) for v in range(octets)]
             columns = [[state[p, n, i] for i in range(4)] for n in range(plan.tiles)]
             multiply_pair(acc, q, rows, columns, plan.arithmetic)
-
     polled = phase.polled_pairs
     for first, end, rolled in plan.stretches(phase):
         turns = (end - first) // polled if rolled else 0
@@ -243,5 +235,4 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Weights, carrier: Carri
             first += turns * polled
         for q in range(first, end, polled):
             turn(q, q, min(polled, end - q))
-
     return lambda m, n, i: reduce(operator.add, [acc[c, m, n, i] for c in range(chains)])

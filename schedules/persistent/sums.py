@@ -109,13 +109,12 @@ PAUSE = 300  # cycles before the first poll, which disturbs what is on its way a
 
 
 class RingSums(Sums):
-    """Statistics through L2: lines of one writer, which the gate warps of a block share the reading of.
-
-    The sums travel as state does (``exchange.py``): words that announce themselves in a ring of R slots, those of step
-    t in slot t % R. A part of the sums has lines of its own, of 16 bytes for a row and every two statistics, which one
-    store writes, if possible in whole sectors: a sector that is written in pieces takes longer. Each gate warp reads
-    other parts of all rows, so that a block reads every line once; what the warps then hold is added through shared
-    memory, with a barrier of theirs. What is said in ``exchange.py`` holds:
+    """Statistics through L2: lines of one writer, which the gate warps of a block share the reading of. The sums travel
+    as state does (``exchange.py``): words that announce themselves in a ring of R slots, those of step t in slot t % R.
+    A part of the sums has lines of its own, of 16 bytes for a row and every two statistics, which one store writes, if
+    possible in whole sectors: a sector that is written in pieces takes longer. Each gate warp reads other parts of all
+    rows, so that a block reads every line once; what the warps then hold is added through shared memory, with a barrier
+    of theirs. What is said in ``exchange.py`` holds:
 
     * Nobody still needs what is wiped. In step t a warp wipes what its block sent in step t - 1 after that barrier, so
       the block has a word of step t of every other block, which sent it behind the barrier of step t - 1, when all of
@@ -235,7 +234,6 @@ LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts
 
 class ClusterSums(Sums):
     """Statistics inside a cluster: each part of a row's sums goes to every block, and every lane adds all parts itself.
-
     They are sent to shared memory through a ``ClusterPipeline``, by lanes of a row that each have another block. What
     is said there holds: sums of step t + 2 are sent by a warp that has all sums of step t + 1, which every warp of the
     cluster sent some of, after it had read those of step t. A slot's next arrival is made by a thread that has waited

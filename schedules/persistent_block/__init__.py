@@ -50,14 +50,12 @@ TURN = 6_000.0  # nanoseconds of a sequence that a further turn of blocks costs:
 
 
 def estimate(task: Task, plan: BlockPlan) -> float:
-    """Nanoseconds of a step, roughly: for ordering configurations, not for reporting.
-
-    That is of the projection, then of the recurrence, as often as blocks take turns; of each at least what memory
-    takes, for what it reads and writes of all rows. The recurrence is a chain: state is loaded, multiplied, added up
-    over lanes; gates are computed and stored; the block's threads wait for each other. Blocks that share a
-    multiprocessor hide each other's waiting, but not what they issue. Cycles began as latencies of an H100's
-    instructions and are fitted, close to these, to 117 configurations of 12 layers (benchmarks/results/h100_block.txt),
-    of which estimates are 11% off in the root mean square, 34% at most."""
+    """Nanoseconds of a step, roughly: for ordering configurations, not for reporting. The projection, and then the
+    recurrence, as often as blocks take turns; each takes at least as long as memory does for all rows. The recurrence
+    is a chain: state is loaded, multiplied, added up over lanes; gates are computed and stored; the block's threads
+    wait for each other. Blocks that share a multiprocessor hide each other's waiting, but not what they issue. Cycles
+    are near an H100's latencies, fitted to 117 configurations of 12 layers (benchmarks/results/h100_block.txt):
+    estimates are 11% off in the root mean square, 34% at most."""
     w, turns = task.workload, turns_of(task, plan)
     hoisted, rates = hoisted_of(task, plan.knobs.hoisted), gpu_rates(task.device)
     memory = MEMORY * rates.memory * task.device.cores
@@ -187,7 +185,6 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
 
     @staticmethod
     def _weights(task: Task) -> int:
-        """Bytes of the recurrent weights of a head."""
         w = task.workload
         own = w.hidden // most_heads(task.graph)
         return sum(len(p.products) for p in task.graph.product_phases) * own * own * w.itemsize

@@ -36,10 +36,9 @@ SIZES = (1, 2, 3, 4, 6, 8)  # blocks of a cluster; more are not portable
 
 
 class Sent:
-    """How state travels where the blocks of a cluster share the weights: each has all rows of some units.
-
-    Who computes a state sends it to the shared memory of all blocks of the cluster, as ``ClusterPipeline`` says: two
-    neighbouring units of 16 bits a word. The stages are the two buffers of a state; there are T + 1 states.
+    """How state travels where the blocks of a cluster share the weights: each has all rows of some units. Who computes
+    a state sends it to the shared memory of all blocks of the cluster, as ``ClusterPipeline`` says: two neighbouring
+    units of 16 bits a word. The stages are the two buffers of a state; there are T + 1 states.
 
     * Nobody overwrites what is still read. State of step t + 2 is sent by a thread whose block has all of step t + 1,
       also what each warp of each block has sent, behind its products of step t. Every warp has units (``check``).
@@ -88,10 +87,9 @@ class Pairs(Share):
 
 
 class Gates(GateThreads):
-    """The gates, by the threads that multiply: sums to the new state, and inputs that are copied ahead.
-
-    What a thread needs of hoisted inputs it copies itself, some steps ahead, to slots in shared memory that nobody else
-    looks at: a step is shorter than the way to memory."""
+    """The gates, by the threads that multiply: sums to the new state, and inputs that are copied ahead. A thread copies
+    its own hoisted inputs some steps ahead, to slots in shared memory of its own: a step is shorter than the way to
+    memory."""
 
     def __init__(self, kernel: SequenceKernel, plan: BlockPlan, products: Products, block: Expr, thread: Expr) -> None:
         """``block``: the number of the block, or cluster, of these rows, among those that have the same heads."""
@@ -121,7 +119,6 @@ class Gates(GateThreads):
                       for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
 
     def run(self) -> None:
-        """Emits the whole sequence."""
         plan, words = self.plan, self.plan.weights_place
         T.note("all warps, prologue: recurrent weights to registers and shared memory, states to zero")
         self.products.begin()
@@ -241,7 +238,6 @@ class Gates(GateThreads):
         self._mark(t + 1)
 
     def _mark(self, t: Expr) -> None:
-        """Loads whether a sequence starts at step t."""
         for i in range(self.items if self.marks is not None else 0):
             row = T.let("some_row", T.min(self.row[i], self.batch - 1))
             mark = self.timeline.mark(T.min(t, self.steps - 1), row)
@@ -266,7 +262,6 @@ class Gates(GateThreads):
                         T.buffer_store(into, half, [i, piece.register])
 
     def _copy(self, t: Expr) -> None:
-        """Begins to copy the inputs of step t."""
         slot = t % self.plan.depth
         for i in range(self.items):
             with T.when(T.And(self.valid[i], t < self.steps)):

@@ -32,8 +32,6 @@ class Part(NamedTuple):
 
 
 class BlockKnobs(Knobs):
-    """The knobs of ``persistent_block``."""
-
     heads: int = knob("of a block. More: fewer blocks, each with more work a step", absent=1)
     products: str = knob("fma: multiply-adds of float32, for few rows; mma: tensor cores, which always multiply eights "
                          "of rows; wgmma: those of Hopper, faster, which read the state from shared memory")
@@ -53,11 +51,10 @@ class BlockKnobs(Knobs):
 
 
 class BlockPlan(NamedTuple):
-    """The cut: ``blocks`` of ``rows`` batch rows, each with all weights; or as many clusters of ``cluster`` blocks, of
-    which each has the weights of as many units. Of a layer with heads a block has those of ``held`` heads, or a cluster
-    that of one, and the blocks of the same rows are neighbours. On tensor cores a warp has ``units`` times eight units
-    of all rows; with ``fma``, ``lanes`` neighbouring threads share K of ``units`` units of all rows, and then have some
-    of these (unit, row) pairs each."""
+    """The cut: ``blocks`` of ``rows`` batch rows, each with all weights; or as many clusters of ``cluster`` blocks,
+    each with the weights of as many units. With heads a block has those of ``held`` heads, or a cluster that of one,
+    and the blocks of the same rows are neighbours. On tensor cores a warp has ``units`` times eight units of all rows;
+    with ``fma`` ``lanes`` neighbours share K of ``units`` units of all rows, and then have some of the pairs each."""
 
     hidden: int
     dtype: str

@@ -23,8 +23,6 @@ Meanwhile: TypeAlias = Callable[[], None]
 
 
 class Products(ABC):
-    """Emits them for a thread."""
-
     head: Expr = 0  # which one of the block's the thread has units of
 
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
@@ -112,13 +110,11 @@ class Products(ABC):
 
 
 class MultiplyAdds(Products):
-    """Products by multiply-adds in float32, whatever the layer's type.
-
-    ``lanes`` neighbouring threads share K: of every ``4 lanes`` values a thread has four, which it loads at once; no
-    two lanes load from the same bank. Each has all products of its units, so that a value that is loaded is multiplied
-    ``products x units`` times, and a weight ``rows`` times. Lanes then add their sums up: as long as the pairs of units
-    and rows can be halved, a lane gives one half away and gets the other lane's sums of its own half; what cannot be
-    halved all lanes add alike, and the first one of these stores. A pair's number is ``row * units + unit``."""
+    """Products by multiply-adds in float32, whatever the layer's type. ``lanes`` neighbouring threads share K: of every
+    ``4 lanes`` values a thread has four, which it loads at once without bank conflicts. Each has all products of its
+    units, so that a loaded value is multiplied ``products x units`` times, a weight ``rows`` times. Lanes then add up:
+    while pairs can be halved, a lane gives one half away and gets the other lane's sums of its own half; what cannot be
+    halved all add alike, and the first one stores. A pair's number is ``row * units + unit``."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
@@ -166,12 +162,10 @@ class MultiplyAdds(Products):
     def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, meanwhile: Meanwhile) -> None:
         plan, ahead, chains = self.plan, self.plan.ahead(part), self.plan.chains(part.phase)
         state = T.local("state", (ahead, plan.rows, 4), "float32")
-
         def load(piece: int) -> None:
             with T.unroll("r", plan.rows) as r:
                 at = self.shared.ptr_to([first + r * (plan.held * plan.depth_of_k) + piece * 4 * plan.lanes])
                 isa.ld_shared([state[piece % ahead, r, i] for i in range(4)], at, "f32")
-
         for piece in range(ahead):
             load(piece)
         meanwhile()
@@ -209,13 +203,12 @@ class MultiplyAdds(Products):
 
 class TensorProducts(Products):
     """Products on tensor cores: a warp has all products of some units, as rows of operand A, so that no sums travel.
-
     Eight units of one product are eight rows of A, two of these an m16 tile; the columns of B are the batch rows. Lane
-    l then has, of unit ``l / 4`` of each eight, the sums of columns ``2 (l % 4)`` and the next one. Where there are at
-    most four rows the columns repeat them, so that all lanes of a quad have sums, and share the units of a warp: lane q
-    has row ``q % period``, and of every ``spread`` eights one. A row of state lies in shared memory in pairs of
-    k-tiles: 16 bytes of a lane are words of both tiles. Warpgroup products read the state themselves, in matrices of 8
-    columns by 16 bytes of K; repeated rows are then stored as often as they repeat."""
+    l then has, of unit ``l / 4`` of each eight, the sums of columns ``2 (l % 4)`` and the next one. Up to four rows are
+    repeated in the columns, so that all lanes of a quad have sums, and share the units of a warp: lane q has row ``q %
+    period``, and of every ``spread`` eights one. A row of state lies in shared memory in pairs of k-tiles: 16 bytes of
+    a lane are words of both tiles. Warpgroup products read the state themselves, in matrices of 8 columns by 16 bytes
+    of K; repeated rows are then stored as often as they repeat."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
@@ -260,7 +253,6 @@ class TensorProducts(Products):
         T.buffer_store(self.values, T.cast(value, self.plan.dtype), [at])
 
     def place_of(self, unit: Expr, column: Expr) -> Expr:
-        """The place of a value in its operand."""
         each = PAIR * per_word(self.plan.dtype)
         return (unit // each * self.plan.rows + column) * each + unit % each
 
@@ -281,12 +273,10 @@ class TensorProducts(Products):
             first = T.let("head_first", first + self.head * (plan.depth_of_k * plan.rows * PAIR))
         # (pair, n8 tile, 2 words of fragment B of each k-tile)
         state = T.local("state", (ahead, plan.tiles, 4), "uint32")
-
         def load(pair: int) -> None:
             for n, row in enumerate(self.loads):
                 at = self.words.ptr_to([first + (pair * plan.rows + row) * PAIR + self.tile_lane % 4 * 4])
                 isa.ld_shared([state[pair % ahead, n, i] for i in range(4)], at)
-
         for pair in range(ahead):
             load(pair)
         meanwhile()
@@ -299,7 +289,6 @@ class TensorProducts(Products):
         return acc
 
     def _sums(self, acc: TirBuffer, part: Part, item: tuple[int, int, int]) -> dict[Var, Expr]:
-        """An item's sums of a part."""
         plan, products = self.plan, self.task.graph.product_phases[part.phase].products
         (unit, tile, column), found = item, {}
         units = range(unit, min(unit + plan.spread, plan.units) if plan.row_period else unit + 1)

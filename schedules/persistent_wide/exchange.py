@@ -96,7 +96,6 @@ def writers(plan: WidePlan, chunk: Expr) -> Expr:
         if plan.parts == 1:
             return unit // plan.units
         return unit // plan.units * plan.finishers + unit % plan.units // plan.finished
-
     within = chunk if plan.operands == 1 else chunk % plan.reach
     first, end = within * DEPTH, T.min(within * DEPTH + DEPTH, plan.hidden)
     there = first < plan.hidden if plan.operands == 1 else chunk < plan.operands * plan.reach
@@ -125,13 +124,12 @@ def hand_over(handed: TirBuffer, place: Expr, values: list[Expr], tag: Expr) -> 
 
 
 class Parcels:
-    """How partial sums travel between the blocks of a set, which share K: words that say which step they are of.
-
-    A block multiplies the rows of all units of its set by its part of K. The sums of units that another block finishes
-    go through global memory (L2) as float32, ordered by who finishes them, whose they are, pair of batch rows and
-    weight row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors, two words or
-    more at a time. The last bit of a word is a tag, which products of 16-bit values do not miss: a thread that needs a
-    word polls it until the tag is that of the step. One trip through L2, and no fence.
+    """How partial sums travel between the blocks of a set, which share K: words that say which step they are of. A
+    block multiplies the rows of all units of its set by its part of K. The sums of units that another block finishes go
+    through global memory (L2) as float32, ordered by who finishes them, whose they are, pair of batch rows and weight
+    row, so that both who stores (accumulators of wgmma) and who loads (items) move whole sectors, two words or more at
+    a time. The last bit of a word is a tag, which products of 16-bit values do not miss: a thread that needs a word
+    polls it until the tag is that of the step. One trip through L2, and no fence.
 
     Step t uses slot t % 2 and the tag t // 2 % 2; all words begin with the tag 1. In a block, the order of a step is:
     sums to other blocks, polls, barrier, barrier, state counted. Take a word of block W that thread A of block R polls:

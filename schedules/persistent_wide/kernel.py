@@ -42,7 +42,6 @@ class Gates(GateThreads):
         return T.let(name, value) if self.plan.rings > 1 else isa.opaque(name, value)
 
     def _address(self) -> None:
-        """Works out where the items' values lie."""
         plan, role = self.plan, self.role
         rows = [local * plan.interleave for local in self.local]  # of sums, where a unit's interleaved gates begin
         self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + row)

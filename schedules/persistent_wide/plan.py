@@ -32,8 +32,6 @@ HELD_SLOTS = 2  # for streamed weights, of chunks that are multiplied, while oth
 
 
 class WideKnobs(Knobs):
-    """The knobs of ``persistent_wide``."""
-
     groups: int = knob("more: fewer batch rows for each, whose blocks hold more of the weights")
     units: int = knob("more units a block: fewer blocks that read the state, more weights for each")
     parts: int = knob("more: blocks that share K, so that each reads less of the state; sums travel between them",

@@ -63,7 +63,6 @@ def chunk_at(plan: WidePlan, role: BlockRole, ring: Expr, position: Expr) -> Exp
 
 
 def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole, warp: Expr, lane: Expr) -> None:
-    """A copying warp's whole life."""
     C, S, each = plan.chunks, plan.stages, plan.copier_stages
     weights, exchange, counters = (kernel.arguments[name] for name in ("recurrent", "exchange", "counters"))
     if plan.copiers == 1:
@@ -131,16 +130,13 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
-    """Weights that do not fit on the chip: a thread for each ring brings them every step, by a bulk copy a chunk.
-
-    Whose weights come next is known ahead. So they go through slots of their own, apart from stages of state: while a
-    step waits for state, the weights of its first streamed chunks arrive. A slot is written again when each warp that
-    multiplies has arrived at its ``empty``, behind its products (wgmma) of what the slot had; nobody writes weights
-    while the kernel runs. Which slot a chunk has does not depend on the step; how often it has been filled says which
-    parity to wait for.
-
-    Weights beyond what L2 holds, read in the same order in every step, would drive each other out of it before they are
-    read again. So the first ones of a step are asked to stay, and the others to go first."""
+    """Weights that do not fit on the chip: a thread for each ring brings them every step, by a bulk copy a chunk. Those
+    that come next are known ahead, so they go through slots of their own: while a step waits for state, the weights of
+    its first streamed chunks arrive. A slot is written again when each warp that multiplies has arrived at its
+    ``empty``, behind its products (wgmma) of what the slot had; nobody writes weights while the kernel runs. Which slot
+    a chunk has does not depend on the step; how often it has been filled says which parity to wait for. Weights beyond
+    what L2 holds, read in the same order in every step, would drive each other out of it before they are read again. So
+    the first ones of a step are asked to stay, and the others to go first."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")
