@@ -61,7 +61,7 @@ def assemble_recurrence(task: Task, recurrence: Component, layout: Hoisted, toge
 
 
 def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
-    """What a recurrence shares: ``hoisted``, states, rows of the traversal, vectors, and ``outputs`` (T, B, O, H)."""
+    """Buffers it shares: ``hoisted``, states, rows of the traversal, ``vectors``, and ``outputs`` (T, B, O, H)."""
     w, graph = task.workload, task.graph
     call = [b for b in call_buffers(graph.states, task.traversal, w.dtype) if b.tensor not in ("x", "y")]
     size = w.batch * len(graph.outputs) * w.hidden
@@ -75,10 +75,9 @@ FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to be
 
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
              add_dx: bool = False, chunked: bool = False, dx: str | None = None) -> tuple[Component, Component]:
-    """The components over the rows of all steps, and after the last one, with all workspaces (see ``memory.py``),
-    around ``recurrence`` without its buffer ``outputs``. ``add``: to gradients of parameters, where the scalar ``add``
-    is not 0; ``add_dx``: to dx; ``chunked``: rows are a chunk's, sums go on in ``sums_<...>_parts``; ``dx``: its
-    type."""
+    """The components over the rows of all steps, and after the last one, with all workspaces, around ``recurrence``
+    without its buffer ``outputs``. ``add``: to gradients of parameters, where the scalar ``add`` is not 0; ``add_dx``:
+    to dx; ``chunked``: rows are a chunk's, sums go on in ``sums_<...>_parts``; ``dx``: its type."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0

@@ -51,7 +51,7 @@ class Place:
 
     def load(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Within, span: int,
              aligned: bool = False) -> list[Expr]:
-        """``span`` (1, 2 or 4) neighbouring units, float32. ``aligned``: so is their place, whatever the rows are."""
+        """``span`` (1, 2 or 4) units, float32; ``unit``: a multiple. ``aligned``: so is the place of all of them."""
         values = self._as_stored(arguments, row, unit, within, span, aligned)
         return [lowered(value) for value in values] if self.columns.raised else values
 

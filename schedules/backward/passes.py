@@ -230,7 +230,7 @@ def with_read_out(task: Task, program: Program) -> Program:
 
 
 def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None) -> Component:
-    """``dx`` (T, B, I), the cell's inputs' behind it, to be added with ``add``; what :func:`made_of_inputs` names."""
+    """``dx`` (T, B, I), then the cell's inputs', added if ``add``; and workspaces of :func:`made_of_inputs`."""
     of_x, back = _gradient_of_x(memory, add, dtype), memory.adjoint
     # what is made on the way to dx is made without it, too, where x has no gradient
     return joined(of_x, _gradients_beside(memory, add, dtype)) if back.dinputs or back.dx is None else of_x

@@ -28,7 +28,7 @@ from ecornn.schedules.timeline import rows_mask
 
 @dataclass(frozen=True)
 class Group:
-    """Outer products of neighbouring ``values``, a gate each, with an operand; ``heads``: columns of the first."""
+    """Outer products of neighbouring ``values``, a gate each, with an operand, of the first head if ``heads``."""
 
     parameter: str
     gates: tuple[int, ...]

@@ -186,7 +186,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Stage:
-    """Products ``rows``; or ``by_row`` ``statistics`` of a row by one thread and, if it ``finishes``, its values."""
+    """Work between two barriers: products; or ``by_row`` statistics and, if it ``finishes``, all values of a row."""
 
     name: str
     level: int  # of the rows

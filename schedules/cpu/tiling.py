@@ -181,8 +181,7 @@ def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
            stalls: tuple[float, float] = (0.0, 0.0), exact: bool = False) -> float:
     """Estimated cycles of the busiest thread for one k of a product. ``heights``: by :func:`heights_of`; ``stalls``:
-    cycles of a tile for each column and row, on top; ``exact``: its very tasks, not mean ones, where row tiles
-    differ."""
+    cycles of a tile for each column and row, on top; ``exact``: of its very tasks, not of mean ones."""
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
 
     def of(rows: int, columns: int) -> float:

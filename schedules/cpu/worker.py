@@ -1,7 +1,7 @@
 """The work of a thread of the team between barriers: a stage's tasks, and the buffers that their products need.
 
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the same part, so that its
-weights stay in its cache; more than the cache is gone through to and fro. With ``ahead`` the row tiles of a unit tile
+weights stay in its cache; what exceeds it is gone through to and fro. With ``ahead`` the row tiles of a unit tile
 each ask for a share of the next one's weights: else L3 idles while all but the first read L2, then the first waits."""
 
 from __future__ import annotations

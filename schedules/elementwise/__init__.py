@@ -321,8 +321,7 @@ CHAINED, BESIDE, WAITED = 12, 8, 60
 
 
 def estimate(task: Task, plan: ElementwiseKnobs) -> float:
-    """Nanoseconds of a step, roughly: the projection, then the longest of a warp's step, instructions, copies and
-    memory."""
+    """Nanoseconds of a step, roughly: projection, then the longest of a warp's step, instructions, copies, memory."""
     units, threads, prefetch, group = plan.units, plan.threads, plan.prefetch, plan.group
     graph, cores, rates = task.graph, task.device.cores, gpu_rates(task.device)
     most = ceil_div(_blocks(task, plan), cores) * ceil_div(threads, 32)  # warps of the busiest multiprocessor

@@ -60,7 +60,7 @@ def neutral(largest: Kind) -> Expr:
 
 
 def across_warp(values: list[Expr], lanes: int = 32, largest: Sequence[Kind] = ()) -> list[Expr]:
-    """Sums over ``lanes`` (a power of two) lanes, the same bits in each; several at a time as a shuffle takes long."""
+    """Sums, maxima where ``largest``, over ``lanes`` = 2**n lanes, the same bits in all; several hide latency."""
     while lanes > 1:
         lanes //= 2
         values = across_lanes(values, lanes, largest)
@@ -93,7 +93,7 @@ class RowSums:
         return max(1, len(statistics)) * threads // 32  # floats of shared memory
 
     def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
-        """The values of ``statistics``; ``each`` calls with each unit's operands and number, twice for squares."""
+        """The variables. ``each`` calls a function with units' operands and numbers; itself twice for squares."""
         totals = self._over(statistics, each, lambda s, value: value)
         found = Env(zip((s.total for s in statistics), totals, strict=True))
         about = [s for s in statistics if s.squares is not None]
@@ -154,7 +154,7 @@ def _made(graph: StepGraph) -> tuple[Var, ...]:
 
 def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
     """Applies rows' statistics to what the product left, in place; or with ``deferred`` writes them alone, (T*B, N), to
-    ``row_sums``: fewer bytes, and one rounding to 16 bits, in the recurrence."""
+    ``row_sums``, for a recurrence that does the rest: fewer bytes, rounded once to 16 bits."""
     if not task.graph.hoisted_statistics:
         return Component()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)

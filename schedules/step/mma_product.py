@@ -166,7 +166,7 @@ class TensorProduct:
 
     def run(self, weights: TirBuffer, column: Expr, operands: TirBuffer, base: Expr, row0: Expr,
             layout: Layout) -> None:
-        """Leaves partial sums in shared memory. ``column``, ``row0``: the block's; ``base``: of the operands."""
+        """Leaves partial sums in shared memory. ``column``, ``row0``: the block's; ``base``: where operands start."""
         plan, p = self.plan, self.p
         turns, own, n = plan.turns(p), plan.own(p), per_word(self.plan.dtype)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None

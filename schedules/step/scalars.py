@@ -71,7 +71,7 @@ def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
 
 def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], around: Sequence[Buffer], math: str,
                     inputs: Hoisted, phase: Phase) -> tuple[Component, Callable[[Stored], Component]]:
-    """The component that fills workspaces from the call's states, and one that makes all steps, by what they store."""
+    """The component that fills workspaces from the call's states, and a function for all steps, by what they store."""
     own, w = [*workspaces(task, layout), *weights], task.workload
     buffers, blocks = [*around, *own], ceil_div(w.batch * w.hidden, BEGIN_THREADS)
     padded = [b for b in own if b.name.startswith("operands_") and layout.width > w.hidden]  # 0 * NaN is not 0
@@ -79,7 +79,7 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
         *(Fill(b.name, 0, b.extent) for b in padded), Launch("begin", blocks, BEGIN_THREADS)))
 
     def loop(kept: Stored) -> Component:
-        """All steps: a launch a product or pass over rows; that which makes ``kept`` values, or states, stores."""
+        """All steps; the launch that makes ``kept`` values stores them, the last one of all stores states."""
         functions, steps, parts = {}, [], list(parts_of(task.graph))
         for number, part in enumerate(parts, 1):
             first = part[0] if isinstance(part, tuple) else part

@@ -187,7 +187,7 @@ class WarpProduct:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
 
     def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
-        """Leaves the warp's sums in shared memory. ``column``: the block's; ``before``: emits what precedes reads."""
+        """Leaves the warp's sums in shared memory. ``column``: the block's; ``before`` emits what reads must await."""
         share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (1, share.tiles, share.octets, 4), "float32")  # of one chain
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
