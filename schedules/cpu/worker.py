@@ -165,7 +165,7 @@ class Worker(Memory):
 
     @contextmanager
     def taken(self, name: str, total: Expr) -> Iterator[Expr]:
-        """Tasks 0 .. total - 1, taken one by one, own share first; once between barriers, for data in no cache."""
+        """Tasks below ``total``, one by one, own share first; once between barriers, for data no other core has."""
         e = self.e
         place = e.local(f"{name}_taken", "int64", size=1)
 
