@@ -1,9 +1,8 @@
 """The recurrence of an adjoint, and a whole backward pass around it.
 
-The recurrence is a task that schedules of forward layers carry out. Its graph is a step like a cell's, with ``outputs``
-in place of y, products of several terms and transposed weights. It reads values that are hoisted, and goes through time
-the other way than the layer. Products over all steps and sums are made of its outputs, and the gradients of the first
-states of its last states (`state_gradients`). Before it `replay` computes values of the forward pass again."""
+The recurrence is a task that schedules of forward layers carry out: a step like a cell's, with ``outputs`` in place of
+y, products of several terms and transposed weights, whose inputs are hoisted, and which goes through time the other
+way. Its outputs go into products and sums over all steps, its last states into `state_gradients`."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ from ecornn.workload import Traversal
 
 
 def recurrence_graph(adjoint: Adjoint) -> StepGraph:
-    """The step of the recurrence. What it sums over all steps is among its outputs."""
     return replace(adjoint.recurrence, outputs=written(adjoint))
 
 
@@ -63,8 +61,7 @@ def assemble_recurrence(task: Task, recurrence: Component, layout: Hoisted, toge
 
 
 def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
-    """The buffers that a recurrence shares with what comes before and after it: ``hoisted``; its states before and
-    after; rows of the traversal; ``vectors``, as a layer has them; and ``outputs`` (T, B, O, H) in the layer's type."""
+    """Buffers it shares: ``hoisted``, states, rows of the traversal, ``vectors``, and ``outputs`` (T, B, O, H)."""
     w, graph = task.workload, task.graph
     call = [b for b in call_buffers(graph.states, task.traversal, w.dtype) if b.tensor not in ("x", "y")]
     size = w.batch * len(graph.outputs) * w.hidden
@@ -78,11 +75,9 @@ FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to be
 
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
              add_dx: bool = False, chunked: bool = False, dx: str | None = None) -> tuple[Component, Component]:
-    """The component that goes over the rows of all steps, and the one after the last step, with all workspaces; what a
-    backward pass exchanges is as ``memory.py`` has it. ``recurrence``: from ``hoisted``, in ``layout``, to ``outputs``
-    and ``last_<state>``, but without the buffer ``outputs``; ``add``: to the gradients of parameters that are there,
-    where the scalar ``add`` is not 0; ``add_dx``: to dx, as a second direction does; ``chunked``: rows are a chunk's,
-    added to gradients and to the sums of ``sums_<...>_parts``, zeros at first; ``dx``: its type, if not the layer's."""
+    """The components over the rows of all steps, and after the last one, with all workspaces, around ``recurrence``
+    without its buffer ``outputs``. ``add``: to gradients of parameters, where the scalar ``add`` is not 0; ``add_dx``:
+    to dx; ``chunked``: rows are a chunk's, sums go on in ``sums_<...>_parts``; ``dx``: its type."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0
@@ -108,8 +103,7 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
 
 
 def replay(memory: Memory, layout: Hoisted) -> Component:
-    """``hoisted``, as ``layout`` says, from x, ``before_<state>``, states after each step, dy and the weights; and
-    ``replayed``, what else a later pass reads of the forward step."""
+    """``hoisted`` from x, states, dy and weights; and ``replayed``, what else later passes read of the forward step."""
     graph, forward = memory.adjoint.recurrence, memory.kept.replay
     own: tuple[passes.Item, ...] = graph.hoisted, graph.hoisted_statistics, graph.normalized
     items = passes.items_of(forward) + [item for item in own if item]

@@ -6,12 +6,10 @@
     <state>_kept          (T, B, H), a state after each step; of the output state that is y
     values_kept           (T, B, V H), with keep="gates" other values of each step, as many as ``outputs`` are
     value<n>_kept         (T, B, H), any more of them
-    before_<state>        (T, B, P), a state before each step, by ``gathered``: H values and, where they end within 16
-                          bytes, what fills these up and nobody reads
+    before_<state>        (T, B, P), a state before each step, by ``gathered``: H values, padded to 16 bytes
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay``
     outputs               (T, B, P), what the recurrence writes: ``written``, O H values; zero where a row takes no
-                          part; with TF32 each value is ``raised``. Behind them is what fills up lines of memory.
-                          It may lie where values_kept is
+                          part; with TF32 each value is ``raised``. Padded to lines of memory; may lie in values_kept
     last_<state>          (B, H), a state of the recurrence after its last step; (S, H) of S sequences in columns
     d_<parameter>         gradients, float32, in te shape
     d_<state>_in          (B, H) or (S, H), gradients of first states
@@ -21,8 +19,7 @@ All of the layer's data type, where nothing else is said. A long sequence goes i
 (``schedules/chunks.py``): workspaces then have a chunk's rows.
 
 The state before a step is zero where a sequence starts there, and where the row takes no part in the step. Of sequences
-in columns it is each one's first state where that begins, and where it goes on in a neighbouring column the state that
-the piece there ended with, which a search of the table finds."""
+in columns it is each one's first state, or what a piece in a neighbouring column ended with."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ class Place:
 
     def load(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Within, span: int,
              aligned: bool = False) -> list[Expr]:
-        """``span`` (1, 2 or 4) neighbouring units from ``unit`` on, a multiple of as many, in float32. ``aligned``: so
-        is their place, whatever the buffer's rows are."""
+        """``span`` (1, 2 or 4) units, float32; ``unit``: a multiple. ``aligned``: so is the place of all of them."""
         values = self._as_stored(arguments, row, unit, within, span, aligned)
         return [lowered(value) for value in values] if self.columns.raised else values
 
@@ -200,8 +196,7 @@ def rows_extent(each: str, size: int) -> Extent:
 
 
 def materialized(memory: Memory) -> tuple[Workspaces, Workspaces]:
-    """Forward values that passes after the recurrence read, and that are not in memory before: those that are factors
-    of outer products, in the layer's data type, and others, in float32."""
+    """Forward values that passes after the recurrence read and memory lacks: factors; others, in float32."""
     back, H = memory.adjoint, memory.task.workload.hidden
     multiplied = Workspaces("replayed", memory.dtype, H, WORKSPACE)
     read = Workspaces("replayed_values", "float32", H, WORKSPACE)
@@ -214,7 +209,6 @@ def materialized(memory: Memory) -> tuple[Workspaces, Workspaces]:
 
 
 def replayed(memory: Memory) -> dict[Var, Place]:
-    """The places of the values of :func:`materialized`."""
     multiplied, read = materialized(memory)
     return {**multiplied.places(), **read.places()}
 
@@ -244,8 +238,7 @@ def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
 
 
 def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, chunked: bool) -> PrimFunc:
-    """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units
-    each, as many as are 16 bytes, if rows are aligned to these. ``stride``: of what is made."""
+    """Threads take 16 bytes of neighbouring units each, if rows are aligned to these. ``stride``: of what is made."""
     w, traversal = task.workload, task.traversal
     span = source.together(16 // w.itemsize)
     chunks = w.hidden // span
@@ -281,8 +274,7 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ch
 
 @dataclass(frozen=True)
 class _Origin:
-    """The origin of a row's state before its step: none if ``zero``; row ``first`` of the first states if ``earliest``;
-    else the state after the step of row ``beside``."""
+    """The state before a row's step: ``zero``, row ``first`` of first states, or that after row ``beside``'s step."""
 
     zero: Expr
     earliest: Expr

@@ -174,8 +174,7 @@ class RowPass:
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns], itemsize: int,
                 gates: Mapping[str, int]) -> tuple[Operand, ...]:
-    """The operands of products, each once if nothing multiplies it twice; neighbours in memory are one operand if they
-    are whole stages, or if all ``gates`` of a parameter multiply them and rows of the whole are aligned better."""
+    """Operands, each once if multiplied once; neighbours in memory are one if whole stages, or better aligned so."""
     slots: list[tuple[Columns, bool, int, list[tuple[str, int]]]] = []
     for r, product in enumerate(products):
         taken: set[int] = set()
@@ -209,8 +208,7 @@ SPACE = "read_out"
 
 
 def with_read_out(task: Task, program: Program) -> Program:
-    """The values that only a layer's outputs need, after its loop: a pass over all rows from ``read_out`` (T, B, N, H),
-    what the loop writes in place of y, zero where a row takes no part, to ``y`` (T, B, W)."""
+    """``y`` (T, B, W) after the loop from ``read_out`` (T, B, N, H), which has zeros where a row takes no part."""
     assert task.after is not None
     w, graph, y = task.workload, task.after.graph, task.after.traversal
     H, count = w.hidden, len(task.graph.outputs)
@@ -232,8 +230,7 @@ def with_read_out(task: Task, program: Program) -> Program:
 
 
 def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None) -> Component:
-    """``dx`` (T, B, I), with gradients of the cell's inputs behind it in its rows, or with ``add`` these and what is
-    there, of ``dtype`` (default: the layer's); and workspaces of :func:`made_of_inputs`."""
+    """``dx`` (T, B, I), then the cell's inputs', added if ``add``; and workspaces of :func:`made_of_inputs`."""
     of_x, back = _gradient_of_x(memory, add, dtype), memory.adjoint
     # what is made on the way to dx is made without it, too, where x has no gradient
     return joined(of_x, _gradients_beside(memory, add, dtype)) if back.dinputs or back.dx is None else of_x
@@ -319,7 +316,6 @@ def places_of_inputs(memory: Memory) -> dict[Var, Place]:
 
 
 def _made(memory: Memory) -> tuple[tuple[Var, Place], ...]:
-    """Values that the pass leaves on the way, and where."""
     return tuple((v, p) for space in made_of_inputs(memory) for v, p in space.places().items())
 
 

@@ -120,8 +120,7 @@ BLOCKS = 6  # a multiprocessor
 
 def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
                 each: str) -> Component:
-    """A kernel for ``cores`` multiprocessors: statistics, where later groups may read earlier ones, then scalars. With
-    statistics a block has whole rows; else threads take some neighbouring units each. ``each``: as of a ``Job``."""
+    """A kernel for ``cores`` multiprocessors: statistics in groups, then scalars. ``each``: as of a ``Job``."""
     words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
     kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
@@ -129,7 +128,6 @@ def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Se
 
 def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, each: str,
             blocks: int, words: int) -> PrimFunc:
-    """The kernel ``(T, B, what is read, vectors, what is written)``."""
     found = [v for those in statistics for s in those for v in s.made]
     operands = {o for those in statistics for s in those for o in s.operands}
     kinds = scalars.reads(found, operands) | ({"vectors": "float32"} if scalars.vectors else {}) | counted(each)

@@ -1,8 +1,7 @@
 """Gradients of parameters. Those of matrices are outer products added up over all rows, a kernel for each pair of
 operands. Values that lie side by side are taken together: all gates of an LSTM are the columns of one product.
 
-Those of vectors are values summed over all rows, in two passes, then what depends on parameters alone. The first pass
-leaves sums of ``CHUNKS`` parts of the rows; the second adds these in order, so that every run has the same bits."""
+Vectors' gradients are sums over all rows, first of ``CHUNKS`` parts, then of these in order, so that bits repeat."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ from ecornn.schedules.timeline import rows_mask
 
 @dataclass(frozen=True)
 class Group:
-    """Outer products of neighbouring ``values`` and one operand: one gate of ``parameter`` for each of these. With
-    ``heads`` the operand's columns are those of the first head."""
+    """Outer products of neighbouring ``values``, a gate each, with an operand, of the first head if ``heads``."""
 
     parameter: str
     gates: tuple[int, ...]
@@ -41,8 +39,7 @@ class Group:
 
 
 def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False) -> Component:
-    """``d_<parameter>`` of every matrix (G, H, K), float32; ``add``: to what is there, where the scalar ``add`` is not
-    0. Zeros where a gate is not used. ``places`` has what is multiplied, all of the layer's data type, beside x."""
+    """``d_<parameter>`` of matrices (G, H, K), float32, 0 of unused gates; ``add``: where scalar ``add`` is not 0."""
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
     first = None if add else False
@@ -167,8 +164,7 @@ def step_sums(memory: Memory, accumulate: bool = False) -> Component:
 
 
 def vector_gradients(memory: Memory, add: bool = False) -> Component:
-    """``d_<parameter>`` of every vector (G, H), float32, after :func:`step_sums`; ``add``: to what is there, where
-    the scalar ``add`` is not 0. Zeros where a gate is not used."""
+    """``d_<parameter>`` of every vector (G, H), as :func:`weight_gradients` of matrices, after :func:`step_sums`."""
     H, parts = memory.task.workload.hidden, []
     at: dict[Var, list[tuple[str, int, int]]] = {}  # of a sum: its places in the buffers of partial sums
     for group in _groups(memory):

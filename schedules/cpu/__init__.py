@@ -15,11 +15,8 @@ LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31
 
 class CPUSequence(Schedule[Shape]):
     """All steps in one call of a team of threads, in float32 or float64, for any cell and size; weights of float32
-    layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI.
-
-    Hoisted products are computed for a chunk of time steps at once; then each step multiplies the state with packed
-    weights in register tiles, and computes the cell's pointwise part on the sums while they are still in registers.
-    Where the CPU adds in units of their own, pairs of products may share a multiplication."""
+    layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI. Each step multiplies the state in register
+    tiles, and computes the cell's pointwise part on the sums while they are in registers."""
 
     name = "cpu_sequence"
     revision = 2

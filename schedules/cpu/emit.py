@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 class Emitter:
-    """Collects the statements of one function, whose parameters :meth:`scalar` and :meth:`pointer` make in order.
-    ``real`` is what the layer computes in, ``float32`` or ``float64``, and ``lanes`` how many of these a vector has."""
+    """Writes one function; :meth:`scalar` and :meth:`pointer` add parameters; vectors have ``lanes`` of ``real``."""
 
     def __init__(self, lanes: int, real: str = "float32") -> None:
         from tvm import ir, tirx
@@ -56,8 +55,7 @@ class Emitter:
         return buffer
 
     def function(self, name: str) -> PrimFunc:
-        """The PrimFunc of everything that was written. It must not be marked ``noalias``: LLVM would then keep what one
-        thread wrote before a barrier out of sight of another thread that read the place before."""
+        """The PrimFunc. It must not be ``noalias``: LLVM would hide what another thread wrote before a barrier."""
         (body,) = self.stack
         return self.tirx.PrimFunc(self.parameters, self.tirx.SeqStmt(body)).with_attr("global_symbol", name)
 
@@ -96,7 +94,6 @@ class Emitter:
 
     # -- values ---------------------------------------------------------------------------------
     def index(self, value: Expr | int) -> Expr:
-        """An int64 constant, or the expression itself."""
         return self.tirx.const(value, "int64") if isinstance(value, int) else value
 
     def div(self, a: Expr, b: Expr | int) -> Expr:
@@ -310,9 +307,8 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
 
 
 def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool) -> Expr:
-    """Vector maximum or minimum, NaN where ``b`` is, and with ``both`` also where ``a`` is. ``kind``, tirx.Max or
-    tirx.Min, returns its second operand where the comparison is unordered. Its two orders are the same bits but for
-    NaN, where one of them is NaN; these or any others are NaN, too."""
+    """Vector extremum, NaN where ``b`` is, with ``both`` also where ``a`` is: ``kind``, tirx.Max or tirx.Min, returns
+    its second operand where the comparison is unordered, so its two orders differ only in NaN, and or'd stay NaN."""
     if not both:
         return kind(a, b)
     a, b = e.let("a", a), e.let("b", b)

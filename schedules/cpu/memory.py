@@ -7,11 +7,9 @@
     ...
     stage P   barrier    phase P: products, new states, y
 
-Statistics are computed by row, and so is what follows from them without a product: each row by one thread, through
-as many phases as there are, with one barrier behind the last. Pointwise values of level 0 are computed again by each
-stage that reads them; later ones are carried in workspace.
-
-Rules of time are those of :mod:`ecornn.schedules.timeline`; a vector is of one row, so a predicate is one scalar."""
+Statistics, and what follows from them without a product, are computed by row: each row by one thread, through as many
+phases as there are, with one barrier behind the last. Pointwise values of level 0 are computed again by each stage that
+reads them; later ones are carried in workspace. A vector is of one row, so predicates of time are scalars."""
 
 from __future__ import annotations
 
@@ -44,9 +42,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a value of each row, its units side by side: from ``start`` on, rows ``stride`` elements apart.
-    ``units``: units of a row in an array of the caller, which has the rows of all steps, not of a chunk: nothing beyond
-    them is read; 0 for workspace, where there is room behind a row, and behind the last one."""
+    """Rows of a value, from ``start`` on, ``stride`` elements apart. ``units``: of a row in an array of the caller,
+    beyond which nothing is read; 0 for workspace, where there is room behind each row."""
 
     data: TirBuffer
     stride: int
@@ -89,7 +86,6 @@ class Memory:
         return stage.level >= 0
 
     def row_of_chunk(self, first: Expr, t: Expr, row: Expr) -> Expr:
-        """The row of the chunk from step ``first`` on that is a batch row at step ``t``."""
         return (self.timeline.at(t) - first) * self.batch + row
 
     def live_row(self, first: Expr, row: Expr) -> Expr | None:
@@ -172,7 +168,6 @@ class Timeline:
         return self.at(t) < most
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
-        """The vector ``value`` where ``live`` holds."""
         e = self.e
         return value if live is None else e.let("masked", e.tirx.Select(e.splat(live), value, otherwise))
 
@@ -191,8 +186,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Stage:
-    """The work of threads between two barriers: products ``rows``, then values to ``keep``. A stage ``by_row`` has no
-    products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row."""
+    """Work between two barriers: products; or ``by_row`` statistics and, if it ``finishes``, all values of a row."""
 
     name: str
     level: int  # of the rows
@@ -289,15 +283,13 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
 
 @dataclass(frozen=True)
 class Group:
-    """Products of a stage whose terms have the same operands. Each term is a product in the same registers, of weights
-    of its own; ``first`` is the number of the first one in the stage."""
+    """Products of a stage with the same operands, in the same registers; ``first``: the number of the first one."""
 
     first: int
     products: tuple[Product, ...]
 
     @property
     def parts(self) -> list[tuple[Var | None, tuple[Term, ...]]]:
-        """Each operand, and the terms that multiply it, one of each product."""
         return [(terms[0].operand, terms) for terms in zip(*(p.terms for p in self.products), strict=True)]
 
 

@@ -12,35 +12,29 @@ A lane of a vector holds some weights that are neighbours in k, as words of 32 b
     int21     three integers in two words: the upper 21 bits of each are one, the lower 11 of both are the third
     int8      four integers, for an instruction that multiplies them with four of the operand
 
-int16 and int21 are multiples of a step, one for each unit, which the product is multiplied with in the end: the
-largest magnitude of a unit's weights is 2**15 or 2**20 steps, less one. So a weight is off by half a step at most; the
-operand stays float32. What makes int21 as fast as its bytes are few is that two of three weights are a word as it
-lies there: what the lower 11 bits add to it was taken from it before it was rounded (ecornn/build/c_pack.h).
+int16 and int21 are multiples of a step of their unit, with which the product is multiplied in the end. A unit's largest
+magnitude is 2**15 or 2**20 steps, less one; a weight is off by half a step at most. int21 is fast as two of three
+weights are a word as it lies there: what the lower 11 bits add was subtracted before rounding (ecornn/build/c_pack.h).
 
 For int8 weights each row of the operand becomes 8-bit integers, too, by its largest magnitude:
 
     scale = max_k |v[k]| / 127,  q[k] = round(v[k] / scale),  v[k] ~ scale * q[k]
 
-Weights are quantized alike, unit by unit, when they are packed, and stored with 128 added, as the
-instruction wants one unsigned factor. So sum_k (w[k] + 128) q[k] - 128 sum_k q[k] is the integer product,
-which the scales of row and unit make a float32. Both roundings together cost about 1e-2 relative.
+Weights are quantized alike, unit by unit, and stored with 128 added, as the instruction wants an unsigned factor: the
+product is sum_k (w[k] + 128) q[k] - 128 sum_k q[k], times both scales. The roundings cost about 1e-2 relative.
 
 Products of float32 may take fewer multiplications, where pairs of k share one (Winograd 1968):
 
     x1 w1 + x2 w2 = (x1 + w2) (x2 + w1) - x1 x2 - w1 w2
 
-The last two terms are sums over k of a row of the operand, and of a unit's weights, alone: one number a row, computed
-with a copy of the operand, and one a unit, packed. What is left for each pair is one multiply-add and two additions,
-which pays on CPUs that add in other units than those that multiply (AMD's since Zen), where the additions of pairs run
-beside the multiply-adds of the others: of ``pairs`` = 3 or 4 values of k two are a pair, so that 2 or 3 multiply-adds
-and 2 additions take the place of 3 or 4 multiply-adds.
+The last two terms are sums over k: one a row, computed with a copy of the operand, and one a unit, packed. Each pair
+costs one multiply-add and two additions, which pays on CPUs that add in other units than those that multiply (AMD's
+since Zen). K is cut into ``pairs`` = 3 or 4 sections; the k-th values of the first two are a pair. Every other pair has
+the opposite sign, -(w2 - x1) (w1 - x2) + x1 x2 + w1 w2, so that the sums stay small where an operand has a mean.
 
-K is cut into ``pairs`` sections; the k-th values of the first two are a pair. Every other pair enters with the
-opposite sign, -(w2 - x1) (w1 - x2) + x1 x2 + w1 w2, so that the sums stay small where an operand has a mean.
-
-Rounding: both factors are scaled by powers of two to a mean magnitude of 1 to 2, each row and each unit for itself;
-then the error is bounded by eps ||x|| ||w|| as that of a plain sum is for dense factors. Rows whose largest
-magnitude is more than SPREAD times the mean, or not finite, are multiplied in the plain way."""
+Both factors are scaled by powers of two to a mean magnitude of 1 to 2, row by row and unit by unit; then the error is
+at most eps ||x|| ||w||, as that of a plain sum, for dense factors. Rows whose largest magnitude is more than SPREAD
+times the mean, or not finite, are multiplied in the plain way."""
 
 from __future__ import annotations
 
@@ -112,9 +106,8 @@ class Ahead:
 
 
 def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
-    """Weights of ``terms``, each (H, K), or (K, H) where transposed; with heads (H, K) of the K of a head, in which a
-    whole number of tiles lies, and blocks (K, K) where transposed; as (tile, K / group, gate, vector, lane, group);
-    of int16 and int21 as (..., vector, word, lane)."""
+    """(tile, K / group, gate, vector, lane, group), int16 and int21 (..., vector, word, lane), from (H, K), transposed
+    (K, H); with heads K is one head's, which has whole tiles, and transposed ones are blocks (K, K)."""
     tiles, gates, group = -(-hidden // (vectors * lanes)), len(terms), STORED[kind].group
     groups, sources = -(-k // group), tuple(t.source for t in terms)
     if terms[0].heads > 1:
@@ -141,9 +134,8 @@ def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> l
 
 def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts: Sequence[Expr], weights: TirBuffer,
              weight_start: Expr, k: int, unroll: int, kind: str, ahead: Ahead | None = None) -> None:
-    """Adds products over ``k`` values to the registers ``into``. ``starts``: where each row of ``operand`` starts;
-    ``weight_start``: where the tile's weights start. The operand is of the layer's type, for int8 weights int32 of
-    four values each. ``ahead`` is asked for line by line, spread over the loop."""
+    """Adds products over ``k`` values to ``into``; ``starts``: of the rows in ``operand``, which is of the layer's
+    type, or for int8 weights int32 of four values each. ``ahead`` is asked for line by line, spread over the loop."""
     columns, stored, group = len(into[0]), STORED[kind], STORED[kind].group
 
     def one(at: Expr, values: int = group) -> None:
@@ -186,8 +178,7 @@ def dot(e: Emitter, total: Expr, unsigned: Expr, signed: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class Integers:
-    """Buffers of an operand's rows: ``words`` int32, four values each, ``scales`` float32, ``sums`` int32 (of the
-    values of a row, times 128); ``k``: values of a row; ``width``: with its padding."""
+    """Rows: ``words`` (int32, four values each), ``sums`` (times 128); ``k`` values a row, ``width`` with padding."""
 
     words: TirBuffer
     scales: TirBuffer
@@ -245,8 +236,7 @@ def section(k: int, pairs: int) -> int:
 
 @dataclass(frozen=True)
 class Paired:
-    """An operand's rows, scaled: ``copies``, the same memory by several names; ``factors``, what a row must be
-    multiplied with in the end; ``sums``, of a row's pairs, negative, PLAIN where the row is for the plain way."""
+    """Scaled rows. ``copies``: one memory; ``factors``: of the results; ``sums``: of pairs, negative, or PLAIN."""
 
     copies: Sequence[TirBuffer]
     factors: TirBuffer
@@ -326,8 +316,7 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
 
 def multiply_pairs(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr, rows: Expr, weights: TirBuffer,
              weight_start: Expr, products: Sequence[Expr]) -> None:
-    """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
-    ``products``: a vector of the units' sums of pairs for each column."""
+    """Adds products of rows ``top`` .. ``rows`` - 1 to zeros; ``products``: sums of pairs, a vector a column."""
     columns, length, stride, width = len(into[0]), operand.length, operand.stride, operand.width
     cells = list(product(range(len(into)), range(columns)))
     starts = [e.let("operand", top * width) for _ in range(columns)]
@@ -341,8 +330,7 @@ def multiply_pairs(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top
         return [e.let(f"w{n}", e.vload(weights, first + n * e.lanes)) for n in range(columns)]
 
     def value(m: int, n: int, k: Expr, part: int) -> Expr:
-        """One element of a row in all lanes. Loaded through a pointer of the column's own, it is an operand in
-        memory of one instruction; else it would be one instruction more, in the units that add."""
+        """One element in all lanes; a pointer of the column's own makes it a memory operand, no instruction more."""
         place = starts[n] + (m * width + part * stride) + k
         return e.splat(e.load(operand.copies[n % len(operand.copies)], place))
 

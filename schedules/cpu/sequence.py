@@ -108,8 +108,6 @@ class ReadOutTask(TileTask):
 
 
 class ReadOutPass(Pass):
-    """The pass. ``y``: the traversal of the layer, which says where y lies."""
-
     task = ReadOutTask
 
     def __init__(self, owner: ReadOutSequence, plan: StepPlan, shape: Shape, e: Emitter, y: Traversal) -> None:

@@ -21,8 +21,7 @@ class TileTask:
 
     def __init__(self, owner: Memory, stage: Stage, tile: Tile, span: Span, units: Expr, top: Expr,
                  ahead: tuple[Expr, Expr, int] | None = None) -> None:
-        """``units``: the number of the unit tile; ``top``: its first row; ``ahead``: of which unit tile to ask for
-        weights meanwhile, which part of them, of how many."""
+        """``units``: the unit tile; ``top``: its first row; ``ahead``: unit tile to ask for, part, of how many."""
         self.o, self.e, self.s, self.plan = owner, owner.e, owner.shape, owner.plan
         self.stage, self.tile, self.first, self.t, self.rows = stage, tile, span.first, span.t, span.rows
         self.units, self.top, self.ahead = units, top, ahead
@@ -53,7 +52,6 @@ class TileTask:
                 self.pointwise(m, v)
 
     def plain(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
-        """The function that adds a product to registers."""
         e, s, k = self.e, self.s, self.o.depth(term)
         data, starts = self.operand(number, term.operand)
         if term.heads > 1:  # that of the tile's units
@@ -76,7 +74,6 @@ class TileTask:
         return Ahead(e.let("ahead", units * size + part * share), share)
 
     def pairs(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
-        """The function that adds a product by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
         copy, stage, vectors = self.o.paired[self.stage.name, number], self.stage.name, self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
@@ -132,7 +129,6 @@ class TileTask:
             self.finish(results)
 
     def finish(self, results: dict[str, Expr]) -> None:
-        """Stores the states before the next step, and y."""
         e, o, timeline = self.e, self.o, self.o.timeline
         live = timeline.live(self.t, self.at_row)
         if live is not None:

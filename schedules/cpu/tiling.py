@@ -180,10 +180,8 @@ def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
            stalls: tuple[float, float] = (0.0, 0.0), exact: bool = False) -> float:
-    """Estimated cycles for one k of a product, of the thread with the most tasks.
-
-    ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
-    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones."""
+    """Estimated cycles of the busiest thread for one k of a product. ``heights``: by :func:`heights_of`; ``stalls``:
+    cycles of a tile for each column and row, on top; ``exact``: of its very tasks, not of mean ones."""
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
 
     def of(rows: int, columns: int) -> float:
@@ -202,8 +200,7 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
 
 
 def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:
-    """The cost of the busiest thread's tasks. ``costs``: of a task, and how many tasks have it; all of these come
-    ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
+    """The most that a thread's part, by Worker.share, costs; ``costs``: (of a task, how many), ``times`` over."""
     count, whole = sum(many for _, many in costs), sum(cost * many for cost, many in costs)
 
     def until(task: int) -> float:
@@ -250,8 +247,7 @@ def beyond_l2(task: Task) -> bool:
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
               pair_choices: tuple[int, ...], hoisted: bool, head: int = 0,
               exact: bool = False) -> tuple[int, int, int, int]:
-    """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows;
-    ``head``: as of :func:`vectors_of`; ``exact``: as of :func:`cycles`."""
+    """(rows, columns, pairs, gates) with the smallest estimate; ``head``: as of :func:`vectors_of`."""
     lanes, registers = lanes_for(task), registers_of(task.device)
     alone = task.workload.batch == 1 and best_team(task) == 1  # then no other thread has part of the tiles
     threads = 1 if alone else max(1, task.device.cores)
@@ -292,7 +288,6 @@ def tile_for(task: Task, rows: int, gates: int, pairs: tuple[int, ...] = (0,), h
 
 
 def unrolled(rows: int, columns: int) -> int:
-    """Values of k in a turn of the loop of such a tile: more where there are few products."""
     return 4 if rows * columns <= 12 else 2
 
 

@@ -1,9 +1,8 @@
 """The work of a thread of the team between barriers: a stage's tasks, and the buffers that their products need.
 
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the same part, so that its
-weights stay in its cache; what is larger than the cache is gone through to and fro. With ``ahead`` the row tiles of a
-unit tile ask for the next one's weights, a share each, while they multiply: else L3 idles while all but the first of
-them read L2, and then the first one waits for it."""
+weights stay in its cache; what exceeds it is gone through to and fro. With ``ahead`` the row tiles of a unit tile
+each ask for a share of the next one's weights: else L3 idles while all but the first read L2, then the first waits."""
 
 from __future__ import annotations
 
@@ -166,8 +165,7 @@ class Worker(Memory):
 
     @contextmanager
     def taken(self, name: str, total: Expr) -> Iterator[Expr]:
-        """Tasks 0 .. total - 1, which threads take one by one, first those of their own share as :meth:`tasks` has it,
-        then what others have left: once between two barriers, for tasks that no other core has the data of."""
+        """Tasks below ``total``, one by one, own share first; once between barriers, for data no other core has."""
         e = self.e
         place = e.local(f"{name}_taken", "int64", size=1)
 
@@ -181,12 +179,10 @@ class Worker(Memory):
         e.add(e.tirx.While(e.load(place, 0) < total, e.block()))
 
     def one_by_one(self, stage: Stage) -> bool:
-        """True if threads take the tasks of a stage as :meth:`taken` says."""
         return False
 
     def pooled(self, name: str, totals: Sequence[int]) -> Iterator[AbstractContextManager[Expr]]:
-        """Tasks of several kinds, of each as many as ``totals`` says, that are divided together: one after the other
-        as :meth:`tasks`. Kind by kind, the same threads would have one task more of each."""
+        """Tasks of several kinds, divided together: kind by kind the same threads would have one more of each."""
         e, before = self.e, 0
         begin, end = self.share(name, e.index(sum(totals)))
         for total in totals:
@@ -299,8 +295,7 @@ class Worker(Memory):
 
 
 class Pass(Worker):
-    """A part of a function that goes over all rows of a chunk of time, or of the batch, stage by stage. ``rooms``: rows
-    that its values have room for, those of a tile past the last one among them."""
+    """Stages over all rows of a chunk, or of the batch; ``rooms``: rows there is room for, a tile's beyond, too."""
 
     def __init__(self, name: str, plan: StepPlan, shape: Shape, e: Emitter, rooms: int) -> None:
         super().__init__(plan, shape, ALONE, f"{name}_", e)
@@ -330,8 +325,7 @@ class Pass(Worker):
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 
     def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:
-        """Runs all stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier, the last one only
-        where the threads are to ``wait`` for what it made."""
+        """Runs all stages on ``rows`` rows of x from step ``first``; the last one ends with a barrier if ``wait``."""
         for number, part in enumerate(self.plan.parts, 1):
             self.part(part, first, self.e.index(0), rows)
             if wait or number < len(self.plan.parts):

@@ -34,14 +34,11 @@ class ElementwiseKnobs(Knobs):
 
 
 def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored = NOTHING) -> PrimFunc:
-    """The kernel ``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``, of an adjoint's
-    recurrence with ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too.
-
-    A thread has neighbouring units of one batch row. What it needs of hoisted inputs it copies itself, asynchronously,
-    to a ring of slots in shared memory that nobody else looks at, so that there is no barrier. Steps come in groups:
-    the inputs of a group are waited for and taken to registers, its steps are computed, unrolled, and the inputs of the
-    group ``prefetch`` steps later are copied to the slots that became free. (Loads to a ring of registers do as well
-    for few steps ahead only: a warp waits for several loads at once.)"""
+    """The kernel ``sequence``, of an adjoint with ``outputs`` in place of y; ``sequence_keeping`` stores what is
+    ``kept``, too. A thread has neighbouring units of one batch row, and copies what it needs of hoisted inputs itself,
+    asynchronously, to its own slots in shared memory, so without barriers. A group of steps is waited for, taken to
+    registers and computed, unrolled; then the inputs ``prefetch`` steps ahead are copied. (Loads to registers suffer
+    for more than a few steps ahead: a warp waits for several loads at once.)"""
     graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns = w.hidden // cut.units
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
@@ -276,8 +273,7 @@ class Elementwise(Schedule[ElementwiseKnobs]):
                      and self.check(task, c) is None), found)
 
     def _first_valid(self, task: Task) -> Config | None:
-        """The first configuration that fits, or None. It copies as far ahead as all blocks of a multiprocessor have
-        shared memory for; one unit a thread, or two where there are threads enough."""
+        """The first that fits, copying as far ahead as shared memory allows; two units where threads are enough."""
         w, cores = task.workload, task.device.cores
         exact = w.dtype == "float32" or task.traversal.backward
         units = 2 if w.hidden % 2 == 0 and w.batch * w.hidden >= MANY * cores else 1
@@ -325,9 +321,7 @@ CHAINED, BESIDE, WAITED = 12, 8, 60
 
 
 def estimate(task: Task, plan: ElementwiseKnobs) -> float:
-    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
-
-    The projection; then the longest of one warp's step, the instructions of all warps, copies under way, and memory."""
+    """Nanoseconds of a step, roughly: projection, then the longest of a warp's step, instructions, copies, memory."""
     units, threads, prefetch, group = plan.units, plan.threads, plan.prefetch, plan.group
     graph, cores, rates = task.graph, task.device.cores, gpu_rates(task.device)
     most = ceil_div(_blocks(task, plan), cores) * ceil_div(threads, 32)  # warps of the busiest multiprocessor

@@ -65,12 +65,10 @@ class Ended:
 
 
 class GateThreads(ABC):
-    """Emits the code of threads that own (unit, batch row) pairs for the whole sequence.
-
-    Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The values of each item
-    are in registers: constants, states, hoisted inputs of this step (``inputs``) and the next one (``ahead``), how far
-    its row goes (``limits``), whether it starts anew (``fresh``); of a column of sequences the ``numbers`` in this step
-    and the next two, with the marks of pieces, and the state that a sequence or piece begins with (``given``)."""
+    """Emits the code of threads that own (unit, batch row) pairs for the whole sequence; two neighbours make a 16-bit
+    word. Registers of each item: constants, states, hoisted inputs of this step (``inputs``) and the next (``ahead``),
+    its row's ``limits``, starts (``fresh``); in columns the sequences' ``numbers`` in this step and the next two, and
+    the state that one begins with (``given``)."""
 
     def __init__(self, kernel: SequenceKernel, share: Share, group: Expr, first: Expr, thread: Expr,
                  count: Expr | None = None) -> None:
@@ -101,7 +99,6 @@ class GateThreads(ABC):
         self.given: TirBuffer = local("given", len(graph.states)) if traversal.sequences else None
 
     def _locate(self, thread: Expr) -> None:
-        """Finds the (unit, batch row) pairs that the items of a thread are."""
         share, H = self.share, self.task.workload.hidden
         self.local, self.unit, self.column, self.owner = [], [], [], []
         for i in range(self.items):
@@ -118,7 +115,6 @@ class GateThreads(ABC):
                       for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
 
     def _bind(self, name: str, value: Expr) -> Expr:
-        """Names a value, which expressions that use it may take apart again."""
         return T.let(name, value)
 
     def begin(self) -> None:
@@ -359,8 +355,7 @@ def initial_values(kernel: SequenceKernel, at: tuple[Expr, Expr, Expr], head: He
 
 
 def initial_operand(kernel: SequenceKernel, unit: Expr, row: Expr, operand: Expr, head: Head | None = None) -> Expr:
-    """An operand of the first phase for the states that the call was given, float32; zero beyond units and rows.
-    ``unit``: of the ``head``'s if there is one."""
+    """A first-phase operand from the call's states, float32; zero beyond units and rows; ``unit``: of ``head``."""
     task, arguments, timeline = kernel.task, kernel.arguments, kernel.timeline
     graph, H, batch = task.graph, task.workload.hidden, kernel.batch
     count = H if head is None else head.units

@@ -25,8 +25,7 @@ def math_choices(task: Task) -> tuple[str, ...]:
 
 
 def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
-    """Emits ``assigns`` in order and returns ``env``, which has what they read, extended by their variables. Each is
-    bound once, so that later uses read a register. ``math`` is one of :data:`MATH`."""
+    """Emits ``assigns`` in order, each bound once, and returns ``env`` with them; ``math``: one of :data:`MATH`."""
     env = dict(env)
     for assign in assigns:
         env[assign.var] = T.let(assign.var.name, _value(assign.value, env, FUNCTIONS[math]))

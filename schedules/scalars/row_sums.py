@@ -21,9 +21,8 @@ Each = Callable[[Callable[[Env, Expr], None]], None]
 
 
 def parts_of(graph: StepGraph) -> list[tuple[int, ...] | int]:
-    """The parts of a step between which all units wait for each other: a phase with a product; or phases whose
-    statistics, and what follows from them alone, can be computed row by row. Of these only the last one may have a
-    product, which is then a part of its own."""
+    """The parts of a step between which all units wait: a phase with a product, or phases with statistics that can be
+    computed row by row, of which only the last may have a product, then a part of its own."""
     found: list[tuple[int, ...] | int] = []
     together: tuple[int, ...] = ()
     for p, phase in enumerate(graph.phases):
@@ -61,8 +60,7 @@ def neutral(largest: Kind) -> Expr:
 
 
 def across_warp(values: list[Expr], lanes: int = 32, largest: Sequence[Kind] = ()) -> list[Expr]:
-    """The sums over ``lanes`` neighbouring lanes (a power of two), the same bits for each of them; of several values at
-    a time, since a shuffle takes long and another one can follow at once. ``largest``: which of them are maxima."""
+    """Sums, maxima where ``largest``, over ``lanes`` = 2**n lanes, the same bits in all; several hide latency."""
     while lanes > 1:
         lanes //= 2
         values = across_lanes(values, lanes, largest)
@@ -95,8 +93,7 @@ class RowSums:
         return max(1, len(statistics)) * threads // 32  # floats of shared memory
 
     def statistics(self, statistics: Sequence[Statistic], hidden: int, each: Each) -> Env:
-        """The variables of ``statistics``. ``each`` calls a function with the operands of each unit of this thread, and
-        its number; twice where there are squares."""
+        """The variables. ``each`` calls a function with units' operands and numbers; itself twice for squares."""
         totals = self._over(statistics, each, lambda s, value: value)
         found = Env(zip((s.total for s in statistics), totals, strict=True))
         about = [s for s in statistics if s.squares is not None]
@@ -156,9 +153,8 @@ def _made(graph: StepGraph) -> tuple[Var, ...]:
 
 
 def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
-    """The pass behind the hoisted product of a cell that has statistics of it: once over its rows, in place, from what
-    the product left there and the row's statistics; or with ``deferred`` it only writes these, (T*B, N), to the
-    workspace ``row_sums``, for a recurrence that does the rest: fewer bytes, rounded once to 16 bits."""
+    """Applies rows' statistics to what the product left, in place; or with ``deferred`` writes them alone, (T*B, N), to
+    ``row_sums``, for a recurrence that does the rest: fewer bytes, rounded once to 16 bits."""
     if not task.graph.hoisted_statistics:
         return Component()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)

@@ -1,11 +1,8 @@
 """Fused step, the fallback: one launch a step and phase, in plain float32 arithmetic, for every cell, size and GPU.
 
-Gates never leave the chip: a launch multiplies, computes the cell's scalars and stores the new state. The input's
-products are hoisted out of time.
-
-A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands and of the weights
-go through shared memory; a thread holds every gate of one unit for ``thread_rows`` batch rows. The K axis of a tile may
-be split among threads, whose partial sums meet in shared memory, where they are added in a fixed order."""
+A launch multiplies, computes the cell's scalars and stores the new state; the input's products are hoisted. A block
+computes all gates of ``units`` hidden units for ``rows`` batch rows, tiles of both operands in shared memory; a thread
+has every gate of one unit for ``thread_rows`` rows. Threads that share K add partial sums there in a fixed order."""
 
 from __future__ import annotations
 
@@ -70,8 +67,7 @@ class Tile(Knobs):
 
 
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
-    """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
-    contiguous."""
+    """Packed weights, ``inputs`` a unit: (unit block, K tile, k, gate, unit), so a block's tile is contiguous."""
     blocks, chunks = ceil_div(task.workload.hidden, tile.units), ceil_div(inputs, tile.depth)
     packing = packing_of(tuple(p.term.source for p in rows), (len(rows),), (blocks, tile.units), (chunks, tile.depth),
                          (1, 3, 4, 0, 2), task.workload.dtype, transposed=rows[0].term.transposed)
@@ -79,9 +75,8 @@ def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...],
 
 
 class BlockProduct:
-    """Emits the products ``rows`` of one block. ``memory``: the block's shared memory, float32: a tile of weights (k,
-    gate, unit) and one of the operands (operand, row, k), with ``heads``, of H = ``hidden``, their parts for each head
-    of the block; afterwards partial sums (part of K, row, gate, unit)."""
+    """Emits one block's products. ``memory``, float32: weights (k, gate, unit), operands (operand, row, k), of each
+    head of the block with ``heads``; afterwards partial sums (part of K, row, gate, unit)."""
 
     def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
                  hidden: int = 0) -> None:
@@ -93,8 +88,7 @@ class BlockProduct:
         self.part = T.let("part", thread // (tile.units * tile.groups))
 
     def run(self, weights: TirBuffer, block: Expr, inputs: int, operand: Callable[[int, Expr, Expr], Expr]) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`. ``operand(o, row, k)``: operand o, float32, at a
-        row of the block and an index k below the padded K, or with heads below H; finite where a weight is padding."""
+        """Leaves partial sums in shared memory. ``operand(o, row, k)``: float32, finite where a weight is padding."""
         tile, gates = self.tile, len(self.rows)
         if self.heads > 1:
             first_head = T.let("first_head", block * tile.units // self.own)
@@ -158,10 +152,8 @@ class BlockProduct:
 
 
 def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) -> Component:
-    """The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU, if the cell has hoisted values;
-    :mod:`ecornn.schedules.gemm.projection` does it on tensor cores.
-
-        hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors"""
+    """The hoisted product, (t, b, q, j), in plain float32 arithmetic, for any cell, size and CUDA GPU;
+    :mod:`ecornn.schedules.gemm.projection` does it on tensor cores."""
     graph, blocks = task.graph, 2 * task.device.cores
     if not graph.hoisted_outputs:
         return Component()
@@ -346,11 +338,9 @@ def _turns(task: Task, tile: Tile) -> int:
 
 
 def estimate(task: Task, tile: Tile) -> float:
-    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
-
-    Launches; then of the multiprocessor with most blocks the barriers, the weights that its blocks read and what its
-    threads multiply, one of which is the longest chain. Fitted to 469 trials of 68 layers on an H100 and an H200: half
-    of them within 20%, nine in ten within a factor of 1.8."""
+    """Nanoseconds of a step, roughly, to order configurations: launches, then the busiest multiprocessor's barriers,
+    weights and products, or their longest chain. Of 469 trials on H100 and H200 half are within 20%, 90% within
+    1.8x."""
     hidden, launches = task.workload.hidden, gpu_rates(task.device).launch * phase_count(task.graph)
     most = ceil_div(_grid(task, tile), task.device.cores)
     weights = multiplied(task.graph, hidden) * tile.units // hidden  # of a block

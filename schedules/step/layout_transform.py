@@ -1,8 +1,7 @@
 """Layout transform: one launch a step and phase on tensor cores, weights and state laid out for it.
 
-For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block streams one
-contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has the hidden axis
-innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
+For layers whose weights do not fit on chip, and large batches. A block streams a contiguous piece of weights for each
+stage, with all gates of a unit; the state has the hidden axis innermost, or the batch inside blocks of it."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ class LayoutTransform(SearchedSchedule[TilePlan]):
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def _candidates(self, task: Task) -> Iterator[Config]:
-        """Valid configurations, thinned out: the heuristic leaves the layout to the tuner, and the deepest stages,
-        for which ptxas may spill a register or two."""
+        """Valid configurations, but for layouts, which the tuner tries, and the deepest stages: ptxas may spill."""
         knobs = {k.name: k.values for k in self.knobs(task)} | {"layout": ("batch",), "stages": (4, 2), "depth": (1, 2)}
         knobs["hoisted"] = ("float32",)
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
@@ -145,11 +143,8 @@ class LayoutTransform(SearchedSchedule[TilePlan]):
 
 
 def estimate(task: Task, plan: TilePlan) -> float:
-    """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
-
-    A launch; then for the multiprocessor with most blocks the longest of its copies, its products and its fragments;
-    for every stage a barrier and, where few blocks share a multiprocessor, latency; and the partial sums. Half of 61
-    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%."""
+    """Nanoseconds of a step, roughly: a launch; the busiest multiprocessor's longest of copies, products and fragments;
+    a barrier a stage and, with few blocks, latency; partial sums. Half of 61 trials on an H100 are within 11%."""
     device, rates = task.device, gpu_rates(task.device)
     most = ceil_div(plan.columns * ceil_div(task.workload.batch, plan.rows), device.cores)
     cost, cycles = SLOWER.get(plan.arithmetic, 1), 0.0

@@ -1,9 +1,8 @@
 """Products of a step on tensor cores, weights streamed through shared memory.
 
-Weights are operand A (gates x units, in rows of 16), the state is operand B (batch rows, in columns of 8). A block
-computes all gates of ``units`` hidden units for ``rows`` batch rows; its warps share weight rows, batch rows and K.
-Both operands come in pairs of k-tiles, 16 words a row, by ``cp.async`` in a pipeline of stages. A lane's 16 bytes are
-four neighbouring words of a row: K is permuted alike in both operands, so any order serves, and no reads conflict."""
+Weights are operand A (gates x units, in rows of 16), the state is operand B (batch rows, in columns of 8); warps share
+weight rows, batch rows and K. Both come in pairs of k-tiles, 16 words a row, by ``cp.async`` in a pipeline of stages. A
+lane's 16 bytes are neighbouring words of a row: K is permuted alike in both operands, and no reads conflict."""
 
 from __future__ import annotations
 
@@ -144,8 +143,7 @@ def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
 
 
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
-    """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words). What a block needs for a
-    stage is contiguous. Gates that do not read an operand have zeros there."""
+    """Weights (block, operand, pair of k-tiles, gate, unit, 16 words); zeros where a gate does not read an operand."""
     phase, n = task.graph.phases[p], per_word(plan.dtype)
     sources = tuple(row.source(operand) for operand in phase.operands for row in phase.products)
     packing = packing_of(sources, (plan.operands[p], plan.gates[p]), (plan.blocks(p), plan.units),
@@ -155,9 +153,8 @@ def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
 
 
 class TensorProduct:
-    """Emits the products of phase ``p`` of one block. ``memory``: the block's shared memory, float32, 16-byte aligned:
-    stages of weights (pair, weight row, word) and state (pair, batch row, word); afterwards partial sums (part of K,
-    batch row, weight row)."""
+    """Emits phase ``p``'s products of one block. ``memory``, float32, 16-byte aligned: stages of weights (pair, weight
+    row, word) and state (pair, batch row, word); afterwards partial sums (part of K, batch row, weight row)."""
 
     def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
         self.plan, self.p, self.rows = plan, p, rows
@@ -169,8 +166,7 @@ class TensorProduct:
 
     def run(self, weights: TirBuffer, column: Expr, operands: TirBuffer, base: Expr, row0: Expr,
             layout: Layout) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`. ``column``: the block's place among the units;
-        ``row0``: its first batch row; ``base``: where operands start."""
+        """Leaves partial sums in shared memory. ``column``, ``row0``: the block's; ``base``: where operands start."""
         plan, p = self.plan, self.p
         turns, own, n = plan.turns(p), plan.own(p), per_word(self.plan.dtype)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None

@@ -32,8 +32,7 @@ Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of an operand (B, H): blocks of ``block`` units, the batch inside a block. ``rows`` and ``width`` are
-    B and H, padded to what kernels read; if ``block == width`` the hidden axis is inside."""
+    """An operand (B, H), padded to (``rows``, ``width``), in blocks of units; if ``block == width``, units inside."""
 
     rows: int
     width: int
@@ -50,7 +49,6 @@ class Layout:
 
 
 def workspaces(task: Task, layout: Layout) -> list[Buffer]:
-    """The workspaces that the top of this file names."""
     w, graph = task.workload, task.graph
     sizes = {"states": len(graph.states) * w.batch * w.hidden}
     sizes |= {f"operands_{p}": (2 if p == 0 else 1) * len(phase.operands) * layout.size
@@ -73,8 +71,7 @@ def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
 
 def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], around: Sequence[Buffer], math: str,
                     inputs: Hoisted, phase: Phase) -> tuple[Component, Callable[[Stored], Component]]:
-    """The component that puts the states of the call into workspaces, and zeros behind the last unit; and a function
-    that makes all steps, by what they store. ``around``: buffers of others that these use."""
+    """The component that fills workspaces from the call's states, and a function for all steps, by what they store."""
     own, w = [*workspaces(task, layout), *weights], task.workload
     buffers, blocks = [*around, *own], ceil_div(w.batch * w.hidden, BEGIN_THREADS)
     padded = [b for b in own if b.name.startswith("operands_") and layout.width > w.hidden]  # 0 * NaN is not 0
@@ -82,8 +79,7 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
         *(Fill(b.name, 0, b.extent) for b in padded), Launch("begin", blocks, BEGIN_THREADS)))
 
     def loop(kept: Stored) -> Component:
-        """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values
-        stores them, the last one states."""
+        """All steps; the launch that makes ``kept`` values stores them, the last one of all stores states."""
         functions, steps, parts = {}, [], list(parts_of(task.graph))
         for number, part in enumerate(parts, 1):
             first = part[0] if isinstance(part, tuple) else part
@@ -110,8 +106,7 @@ def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
 
 def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted,
                  blocks: int) -> PrimFunc:
-    """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written. It reads
-    ``hoisted`` where the first operands do."""
+    """``begin``: the call's states into workspaces, so ``<state>_out`` may be written; may read ``hoisted``."""
     w, graph = task.workload, task.graph
     with T.kernel("begin") as made:
         a = declare(buffers)
@@ -131,9 +126,8 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
 
 
 class StepScalars:
-    """Emits what one thread does for one (batch row, hidden unit), between products and stores. ``arguments``: the
-    kernel's parameters, from :func:`declare`; what is kept is what has a buffer. ``hoisted``: how hoisted values lie in
-    memory, by default in float32."""
+    """Emits what one thread does for one (batch row, hidden unit), between products and stores. ``arguments``: of
+    :func:`declare`; what has a buffer is kept; ``hoisted``: how hoisted values lie, by default in float32."""
 
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:
@@ -278,9 +272,8 @@ class StepScalars:
 
 def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
                 inputs: Hoisted) -> tuple[PrimFunc, Launch]:
-    """The kernel ``name``, with a block for each batch row, and its launch: statistics of phases that follow one
-    another without a product, and all scalars of those without one. A thread owns some units of the row, so that it
-    finds again what it kept of them for a later phase."""
+    """A kernel with a block a batch row, and its launch: statistics of phases with no product between, and all scalars
+    of those without one. A thread owns units, so it finds again what it kept of them."""
     w, graph = task.workload, task.graph
     threads = min(1024, ceil_div(w.hidden, 32) * 32)
     words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)

@@ -1,11 +1,9 @@
 """Products of a step whose operands go from memory straight to registers: the warps of a block share K.
 
-Weights are operand A of tensor cores, in groups of eight rows (of gates x units), what they multiply is operand B, in
-octets of eight batch rows, and a lane reads 16 bytes of either, four neighbouring words of a row, as in
-``mma_product.py``: K is permuted alike in both. Every weight is read by one warp of one block, so nothing is gained by
-shared memory on its way. A warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the first one, and no
-barrier lies between them: so as many bytes are under way as the registers hold. The sums of all warps meet in shared
-memory, where they are added in a fixed order."""
+Weights are operand A of tensor cores, in groups of eight rows (of gates x units); operand B is octets of batch rows. A
+lane reads 16 bytes of either, as in ``mma_product.py``: K is permuted alike in both. One warp of one block reads a
+weight, so shared memory gains nothing. A warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the
+first one, without barriers. The sums of all warps meet in shared memory, and are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class RowsInMemory:
     dtype: str
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``, by
-        the widest loads for which all rows are aligned."""
+        """Loads a lane's ``quarter`` of a pair, zeros beyond the row, by the widest loads that all rows allow."""
         n, width = per_word(self.dtype), self.width
         k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
         at = self.starts[octet] + k
@@ -184,15 +181,13 @@ class Share:
 
 
 class WarpProduct:
-    """Emits one share of a block's products. ``memory``, ``first``: the block's shared memory, float32, and where in it
-    the sums are, (warp, batch row, weight row); ``warp``: its number in the share."""
+    """Emits a share of a block's products; its sums: ``memory``, from ``first`` on, (warp, batch row, weight row)."""
 
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
 
     def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
-        """Leaves the warp's sums in shared memory. ``column``: the block's place among the units; ``before`` emits what
-        must come before ``operand`` is read."""
+        """Leaves the warp's sums in shared memory. ``column``: the block's; ``before`` emits what reads must await."""
         share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (1, share.tiles, share.octets, 4), "float32")  # of one chain
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row

@@ -1,9 +1,8 @@
 """Whole step: for one or a few steps a call, each a single launch that multiplies x and the state.
 
-A call of one step is bound by what it reads: all weights once. What any other schedule launches before its recurrence
-(the product of x, then what readies the states) costs more than that. Here a launch does all: warps of a block read
-their parts of both products straight into registers (``warp_product.py``), the first step reads the caller's own
-states, and a call of one step has no workspaces at all."""
+A call of one step is bound by reading all weights once, and other schedules' launches before the recurrence cost more.
+Here warps of a block read their parts of both products straight into registers (``warp_product.py``), the first step
+reads the caller's own states, and a call of one step has no workspaces."""
 
 from __future__ import annotations
 
@@ -89,7 +88,6 @@ class StepPlan:
 
 
 def products_of(task: Task) -> tuple[tuple[Product, ...], ...]:
-    """The products of x, if there are any, and those of the state."""
     return tuple(filter(None, (task.graph.hoisted_products, task.graph.phases[0].products)))
 
 
@@ -366,9 +364,8 @@ class WholeStep(SearchedSchedule[StepPlan]):
 
 
 def estimate(task: Task, plan: StepPlan) -> float:
-    """Nanoseconds of a step: a launch; then of the multiprocessor with most blocks what it reads, at the rate of L2, or
-    at that of what its warps have under way; its products, or the weights of all blocks from memory, where they are
-    more than L2 keeps between two steps, if these take longer; and what follows them."""
+    """Nanoseconds of a step: a launch, then the slowest of the busiest multiprocessor's reads (L2's rate, or its warps'
+    under way), products, and weights of all blocks from memory, where L2 does not keep them; and what follows."""
     device, rates, w = task.device, gpu_rates(task.device), task.workload
     most = ceil_div(plan.blocks(w.batch), device.cores)
     registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS

@@ -158,8 +158,7 @@ class BackwardWorker(Worker):
                 self.places[forward.x] = self.x
 
     def bring(self, var: Var, name: str, kind: str, source: Place, first: Place | None = None) -> None:
-        """Gives a value its place: in the caller's arrays, where it is read by what goes vector by vector; what is
-        multiplied or summed, or is not there as it is read, is copied. ``kind``, ``first`` as of :class:`Copy`."""
+        """A value's place: the caller's arrays; a copy, if it is multiplied or summed, or not there as it is read."""
         there = kind == "at" or (kind == "live" and not self.layer.traversal.lengths)
         if there and var not in self.multiplied:
             self.places[var] = source
@@ -210,8 +209,7 @@ class BackwardWorker(Worker):
 
     @property
     def settled(self) -> bool:
-        """True if nobody reads what :func:`gather` writes after the barrier that comes before outer products: then it
-        may write that of the next chunk at once, and a barrier follows it."""
+        """True if nobody reads :func:`gather`'s rows after the barrier before outer products: it may write the next."""
         copied = [copy.to.data for copy in self.copies]
         summed = [self.places[s.value].data for s in self.row_sums]
         return bool(self.outer_products) and not any(data.same_as(c) for data in summed for c in copied)
@@ -254,7 +252,6 @@ class BackwardWorker(Worker):
                 e.vstore(totals, at, e.vload(totals, at) + e.vload(total, 0))
 
     def outer(self, o: OuterProduct) -> Outer:
-        """An outer product with the places where it is read and added."""
         rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None

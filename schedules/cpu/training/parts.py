@@ -9,10 +9,7 @@
     finish      gradients of the first states, after the last chunk
     once        gradients of parameter vectors
 
-Parts over all rows have the stages of a step, each of all rows: what a later one reads is kept in memory.
-
-The state before a step is the one after the step before, of which y, or what forward kept, has the rows; a sequence's
-first; or zeros where one starts anew. Rows that take no part in a step have finite values, and gradients of zero.
+Rows that take no part in a step have finite values, and gradients of zero.
 
 Outer products go in register tiles of some j and vectors of k. Rows of values and operands are pages apart, so both are
 copied first, once for all products: panels (panel, row, values of j or vectors of k of a tile). Each element is of one
@@ -96,15 +93,13 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
 
 
 def _made(graph: StepGraph) -> set[Var]:
-    """The variables that a graph computes in each step."""
     return {v for v, at in levels(graph).items() if at > -3} - {*graph.states.values(), *graph.given}
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Rows to be copied: ``length`` elements of each row of ``source``, one for each step and batch row, to ``to``.
-    ``kind``: ``at``, those of the step itself; ``live``, these, or zeros where a row takes no part; ``before``, those
-    of the step before, where ``first`` has the rows before the first step."""
+    """``length`` elements of each row of ``source``, by step and batch row. ``kind``: ``at``, the step's own; ``live``,
+    or zeros where a row takes no part; ``before``, those of the step before, at first of ``first``."""
 
     kind: str
     to: Place
@@ -207,7 +202,6 @@ class Recurrence(Worker):
         self.places: dict[Var, Place] = {}
 
     def declare(self, other: Worker) -> None:
-        """Declares its buffers; ``other`` has the function's scalars and masks."""
         s = self.shape
         self.share_scalars(other)
         self.declare_step(s.padded_batch)
@@ -217,7 +211,6 @@ class Recurrence(Worker):
             self.places[var] = Place(data, s.width)
 
     def last(self, name: str) -> Place:
-        """A state after the last step."""
         return Place(self.data[f"{name}_state"], self.shape.width, self.slot(name, self.steps))
 
 
@@ -227,8 +220,7 @@ COPIED = 8  # narrow panels that a thread copies side by side: what it reads of 
 
 @dataclass(frozen=True)
 class Outer:
-    """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
-    ``operand``; with ``heads`` these are the first one's, those of the others follow, in memory and in both sides."""
+    """``data[start + j * columns + k]``, j < ``rows``, gets outer products; ``heads``: this is the first head's."""
 
     data: TirBuffer
     start: int
@@ -241,8 +233,6 @@ class Outer:
 
 @dataclass(frozen=True)
 class Panels:
-    """Copies of a place's rows, in panels."""
-
     data: TirBuffer
     source: Place
     width: int  # elements of a row in a panel
@@ -316,7 +306,6 @@ class OuterProducts:
 
     def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr,
               head: Expr | None) -> None:
-        """Adds the products of a tile of j and a panel of k, of a head if there are several."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
         j, k = e.let("j", tile * height), e.let("k", panel * operands.width)
         first, left, right = e.index(outer.start), tile, panel
