@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ecornn.boundary import public
 from ecornn.errors import ArgumentError, ShapeError, WeightsError
-from ecornn.workload import by_output
 
 if TYPE_CHECKING:
     from ecornn.cells import Cell
@@ -309,6 +308,8 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
     y, last = run(call)
     if isinstance(cell, str) or len(formula.outputs) == 1:
         return y, last
+    from ecornn.workload import by_output  # and with it msgspec
+
     return by_output(y, cell.output_names(), call.directions), last
 
 

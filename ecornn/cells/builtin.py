@@ -240,8 +240,12 @@ class SLSTM(Optioned):
     nonnegative = ("n",)
     OPTIONS = {"heads": 1}  # noqa: RUF012
 
+    @property
+    def heads(self) -> int:
+        return int(self.options["heads"])
+
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
-        own, rest = divmod(hidden, int(self.options["heads"]))
+        own, rest = divmod(hidden, self.heads)
         if rest:
             raise CellError(f"cell {self.spec()!r}: H = {hidden} must be a multiple of heads")
         return {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, own), "bias_ih": (4, hidden)}
@@ -251,7 +255,7 @@ class SLSTM(Optioned):
 
         h, c, n, m = states
         gx, bias = product(x, parameters["weight_ih"]), parameters["bias_ih"]
-        gh = product(h, parameters["weight_hh"], heads=int(self.options["heads"]))
+        gh = product(h, parameters["weight_hh"], heads=self.heads)
         zero, one = tirx.const(0.0, "float32"), tirx.const(1.0, "float32")
         gate = te.compute(gx.shape, lambda b, g, j: gx[b, g, j] + bias[g, j] + gh[b, g, j], name="gate")
         # logsigmoid(f) = min(f, 0) - log(1 + exp(-|f|)), which does not overflow

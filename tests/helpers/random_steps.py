@@ -24,6 +24,7 @@ STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
 PARTS = 2  # heads of a product, groups of a reduction
 NEAR = 2e-4  # a tie, for float32
 SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
+CANCELLED = 1e-12  # of a result that is smaller, and not zero, its terms cancel: rounding is all that float32 has of it
 
 
 class Te:
@@ -271,7 +272,10 @@ class Drawn:
         exact, margin = self._gradients(a, reverse)
         if margin < NEAR or not all(np.isfinite(v).all() for v in exact.values()):
             return False
-        rounded, _ = self._gradients(a, reverse, True)
+        if any(0 < np.linalg.norm(v) < CANCELLED for v in exact.values()):
+            return False
+        with np.errstate(over="ignore", invalid="ignore"):  # of what float32 cannot hold
+            rounded, _ = self._gradients(a, reverse, True)
         return all(relative(rounded[n], v, 1e-6) < SENSITIVE for n, v in exact.items())
 
     def reference(self, a: Call, reverse: bool = False) -> dict[str, np.ndarray]:
@@ -319,13 +323,16 @@ class Training:
         return {n: relative(found[n].reshape(-1), v.reshape(-1), 1e-6) for n, v in self.wanted.items()}
 
 
-def training(seed: int, whole: bool = False) -> Training:
-    """A training step of random sizes. ``whole``: of a layer with all that it may have, backwards in time, too."""
+def training(seed: int, whole: bool = False, head: int = 1) -> Training:
+    """A training step of random sizes. ``whole``: of a layer with all that it may have, backwards in time, too.
+    ``head``: a head has a multiple of so many units."""
     rng, found, traversal = np.random.default_rng(seed), draw(seed, whole, whole), ALONE
     for _ in range(40):
         steps, batch, input, hidden = (int(v) for v in rng.integers((1, 1, 1, 5), (7, 6, 9, 41)))
         if whole:
             hidden += hidden % PARTS
+            if any(s[0] == "heads" for s in found.cell.statements):
+                hidden += -hidden % (PARTS * head)
             reverse, lengths, resets = map(bool, rng.random(3) < 0.25)
             traversal = Traversal(reverse, lengths=lengths, resets=resets)
         try:
