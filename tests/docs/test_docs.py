@@ -89,6 +89,13 @@ def test_links(name: str):
     assert not re.search(r"^<!-- (figure:|/)", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "CONTRIBUTING.md"])
+def test_files_that_it_names_are_there(name: str):
+    text = (ROOT / name).read_text()
+    files = set(re.findall(r"`((?:ecornn|schedules|tests|benchmarks|examples|docs)/[\w/.-]+\.\w+)`", text))
+    assert not {file for file in files if not (ROOT / file).exists()}
+
+
 def test_every_environment_variable_is_listed():
     files = [ROOT / "setup.py", *(path for folder in ("ecornn", "schedules", "tests", "benchmarks")
                                   for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cc"))]
