@@ -66,7 +66,7 @@ class Te:
         if kind == "of two":
             return OF_TWO[rest[0]][0](*v)
         if kind == "compare":
-            return (COMPARED | {"!=": operator.ne})[rest[0]](*v)
+            return (COMPARED | {"!=": tirx.NE})[rest[0]](*v)  # a != b is no expression yet
         named: dict[str, Callable[..., Any]] = {
             "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "exp": te.exp,
             "max": tirx.Max, "min": tirx.Min, "abs": te.abs, "select": tirx.Select, "if": tirx.if_then_else,
