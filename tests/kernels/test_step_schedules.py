@@ -33,7 +33,7 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.gemm.wgmma_mainloop import THREADS
-from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.hoisted import gained, hoisted_of
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
@@ -113,6 +113,7 @@ def test_other_configurations(tmp_path, schedule, cell, dtype, batch, knobs, laz
 @example("lstm", "float16", "sm_90a", 64, 1024)
 @example("gru", "float16", "sm_90a", 32, 2048)
 @example("rnn_tanh", "float16", "sm_90a", 1, 64)
+@example("lstm", "float16", "sm_90a", 27, 166)
 def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int):
     task = task_of(cell, (8, batch, hidden, hidden), dtype, KNOWN[arch])
     reasons = {name: found.serves(task) for name, found in all_schedules().items() if found.kind == "cuda"}
@@ -127,8 +128,10 @@ def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int)
         features = found.features(task, found.plan(task, config))
         assert features.get("waste", 1) >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
         if "recurrence" in features:
-            assert features["estimate"] == found.expected(task) >= features["recurrence"] > 0
-            assert cell == "echo" or features["estimate"] > features["recurrence"]  # which has no product of x
+            # what memory takes is hidden in part; what rounded hoisted values save of it is taken off whole
+            least = features["recurrence"] - gained(task, str(config.get("hoisted", "float32")))
+            assert features["estimate"] == found.expected(task) >= least and features["recurrence"] > 0
+            assert cell == "echo" or features["estimate"] > least  # which has no product of x
     assert reasons["elementwise"] is not None or 0 < SCHEDULE.expected(task) < 1e9
 
 
