@@ -158,7 +158,7 @@ def trained(layer: Any, of: dict[str, Any], rng: np.random.Generator, kind: Any,
 
 def gradients_of(name: str, x: Any, weights: dict[str, Any], states: list[Any], dy: Any, dstates: list[Any],
                  masks: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """Of x, weights and first states, in float64; of cells without a formula in NumPy by the adjoint."""
+    """Gradients of x, weights and first states, in float64; by the adjoint for cells without a NumPy formula."""
     import ecornn
     from ecornn.analysis import analyse
     from ecornn.analysis.adjoint import adjoint

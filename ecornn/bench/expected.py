@@ -1,4 +1,4 @@
-"""What must come of a layer, in float64, and how near to it a side must be."""
+"""The results of a layer in float64, and how near to them a side must be."""
 
 from __future__ import annotations
 

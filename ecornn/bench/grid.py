@@ -1,4 +1,4 @@
-"""What is timed: cases, sides of ours compiled otherwise, and grids of both in TOML: docs/BENCHMARKING.md.
+"""Cases to time, sides of ours compiled otherwise, and grids of both in TOML: docs/BENCHMARKING.md.
 
 ``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of several lists
 the last one's values vary fastest."""

@@ -130,7 +130,7 @@ def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[
 
 
 def _threads(case: Case, kind: str) -> int | None:
-    """Of every side, on a CPU."""
+    """The threads of every side, on a CPU."""
     if kind == "llvm":
         return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
     if case.threads is not None:

@@ -89,7 +89,7 @@ class RowLog:
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """What is known of a case. Dictionaries are by side."""
+    """The results of a case so far. Dictionaries are by side."""
 
     case: Case
     command: str  # reproduces the row

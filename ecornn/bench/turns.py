@@ -61,7 +61,7 @@ class Times(msgspec.Struct, frozen=True):
 
 def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
                clock: Callable[[Run], float]) -> dict[str, list[float]]:
-    """What ``clock`` says of every run; ``repeats`` of each side after ``WARM`` that do not count, or as many as
+    """The times of every run by ``clock``; ``repeats`` of each side after ``WARM`` that do not count, or as many as
     ``seconds`` allow, ``FEWEST`` at least. ``fresh`` makes the next input."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     end = float("inf")
@@ -250,7 +250,7 @@ def machine_of(module: Module, seed: int) -> Machine:
 
 @dataclass(frozen=True)
 class Subject:
-    """What all sides compute. ``inputs``: what they read, at each call: x (T, B, I), a cell's own inputs behind it in
+    """The layer that all sides compute. ``inputs``: each call reads x (T, B, I), a cell's own inputs behind it in
     its rows, and with ``training`` dy (T, B, D*O*H)."""
 
     module: Module  # ours
@@ -279,7 +279,7 @@ class Subject:
 
     @property
     def kind(self) -> str:
-        """Of the device, ``cuda`` or ``llvm``."""
+        """The kind of the device, ``cuda`` or ``llvm``."""
         return self.module.manifest.device.kind
 
     def refill(self) -> None:

@@ -1,4 +1,4 @@
-"""What the runtime asks of arrays of any framework."""
+"""Arrays of any framework, as the runtime uses them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arrays(ABC):
 
     @abstractmethod
     def facts(self, array: Any) -> Facts:
-        """What is checked of an array before anything runs."""
+        """The facts about an array that are checked before anything runs."""
 
     @abstractmethod
     def ready(self, array: Any, name: str) -> Placed:
@@ -57,7 +57,7 @@ class Arrays(ABC):
         """A weight as a NumPy array, bfloat16 widened to float32."""
 
     def packs(self, value: Any, place: str) -> bool:
-        """Whether a weight lies at ``place``, such as ``cuda:0``, and can be packed there."""
+        """Tells whether a weight lies at ``place``, such as ``cuda:0``, and can be packed there."""
         return False
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Arrays(ABC):
         """Lengths or resets, contiguous and of that type beside ``like``, from a NumPy array or a tensor beside it."""
 
     def kept(self, copies: dict[Any, Placed], value: Any, dtype: str, like: Any, library: Library) -> Placed:
-        """As :meth:`rows`, of a value that later calls will have, too: ``copies`` keeps what was made of it."""
+        """Does what :meth:`rows` does, for a value that later calls have, too: ``copies`` keeps the result."""
         return self.rows(value, dtype, like, library)
 
     def give(self, array: Any) -> Any:
@@ -97,5 +97,5 @@ class Arrays(ABC):
         return 0
 
     def keeps_workspace(self) -> bool:
-        """Whether the workspace of a CUDA call may be used again by a later one."""
+        """Tells whether a later call may use the workspace of a CUDA call again."""
         return True

@@ -129,7 +129,7 @@ class Caller:
             raise
 
     def state_shape(self, batch: int) -> Shape:
-        """Of each state of a call: (B, H), or (L*D, B, H)."""
+        """The shape of each state of a call: (B, H), or (L*D, B, H)."""
         return (batch, self._hidden) if self._count == 1 else (self._count, batch, self._hidden)
 
     def zero_state(self, batch: int) -> Placed:
@@ -137,7 +137,7 @@ class Caller:
 
     def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
                resets: Any, sequences: Any) -> tuple[list[Placed], int, int]:
-        """What the module reads beside x and the states, the steps that are worth running, and the rows of states."""
+        """The arrays that a module reads beside x and states, the steps worth running, and the rows of states."""
         stack, found, active, rows = self._stack, [], steps, batch
         for name, value in zip(MASKS, (lengths, resets, sequences), strict=True):
             if value is not None and not getattr(stack, name):

@@ -28,7 +28,7 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Where S sequences lie in T steps of C columns.
+    """The places of S sequences in T steps of C columns.
 
     With them x (T, C, I) of a call is ``rows[columns.inside, columns.table]`` of rows (steps, S, I), and y of sequence
     s is ``y.reshape(T * C, -1)[columns.of_sequence(s)]``. What lies at places of no sequence is not used.

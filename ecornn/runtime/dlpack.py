@@ -35,7 +35,7 @@ class _Managed(ctypes.Structure):  # DLManagedTensor
 
 
 class _Elements:
-    """What both kinds of arrays have; strides are in elements, and none is negative."""
+    """The common part of both kinds of arrays; strides are in elements, and none is negative."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class Block(_Elements):
 
 
 class _Export:
-    """What a capsule points to, kept until the consumer's call of the deleter."""
+    """The target of a capsule, kept until the consumer calls the deleter."""
 
     def __init__(self, block: Block) -> None:
         dims = ctypes.c_int64 * max(1, len(block.shape))

@@ -45,7 +45,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What :meth:`Layer.backward` gives.
+    """The result of :meth:`Layer.backward`.
 
     Attributes
     ----------

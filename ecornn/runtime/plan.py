@@ -35,7 +35,7 @@ class EntryPlan:
     scratch: tuple[tuple[int, Buffer], ...]  # workspaces
 
     def offsets(self, steps: int, elsewhere: Container[str] = ()) -> tuple[tuple[int, ...], int]:
-        """Where workspace buffers start at T = ``steps``, but those that lie ``elsewhere``, and the bytes of all."""
+        """Offsets of workspace buffers at T = ``steps``, except those ``elsewhere``, and the bytes of all."""
         return layout([0 if b.name in elsewhere else b.nbytes(steps) for _, b in self.scratch])
 
     def order(self, positions: Sequence[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
@@ -93,7 +93,7 @@ def entry_plan(manifest: Manifest, entry: str) -> EntryPlan:
 
 
 def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
-    """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
+    """Offsets of the buffers that forward keeps, by name, and the bytes of all, at this T and B, perhaps symbols.
     What the gradient of x may lie in is the last one. Rows of the batch that a call does not have are not kept."""
     taken = {name for entry in (FORWARD, BACKWARD) for name in manifest.entries.get(entry, ())}
     kept = sorted((b for b in manifest.buffers if b.role == KEPT and b.name in taken),
@@ -113,7 +113,7 @@ def _taken(manifest: Manifest, entry: str) -> list[tuple[int, Buffer]]:
 
 
 def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
-    """What there must be of a tensor, by state and then by part."""
+    """The keys of a tensor's arguments, (tensor, state or parameter, part), by state and then by part."""
     kind, stack = TENSORS[tensor], manifest.stack
     if kind.optional and not getattr(stack, tensor):
         return []

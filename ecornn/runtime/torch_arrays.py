@@ -172,7 +172,7 @@ class TorchArrays(Arrays):
         return np.from_dlpack(value.cpu().resolve_conj())
 
     def _dense(self, value: Any) -> bool:
-        """Whether a tensor's elements lie in its memory."""
+        """Tells whether a tensor's elements lie in its memory."""
         if value.layout is not self._torch.strided or value.is_nested:
             return False
         try:

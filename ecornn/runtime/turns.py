@@ -51,7 +51,7 @@ class Turns:
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """As if nobody had come, as in a forked child, which has none of the other threads."""
+        """Begins with nobody inside or waiting, also in a forked child, which has none of the other threads."""
         self._lock, self._inside, self._waiting = allocate_lock(), 0, deque[Any]()
         self._own = threading.local()  # of a thread, calls: of its turn; left: when it left; soon: whether it came soon
 

@@ -364,7 +364,7 @@ class ProcessEvaluator:
     def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
         """Measures the finalists taking turns, for about ``seconds``; if one fails then, each alone; [] if all do."""
         try:
-            # Those of an earlier session are built again; the others must not wait for builds that go on.
+            # Earlier sessions' candidates are built again; the others must not wait for builds that go on.
             list(self.pool.building.map(self.build, [c for c in finalists if c not in self.modules]))
         except WorkerError:
             self.pool.must_be_open()

@@ -278,7 +278,7 @@ def ready(_: None) -> bool:
     return True
 
 
-# What all candidates of a workload share, kept from one to the next.
+# All candidates of a workload share this; it is kept from one to the next.
 @lru_cache(maxsize=KEPT)
 def answers_of(path: str) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as arrays:

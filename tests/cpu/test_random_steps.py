@@ -91,7 +91,7 @@ class Step:
 
 
 def any_step(seed: int, more: bool | None = None) -> Step:
-    """Of every fourth seed a whole layer, of others a step, a third of these with ``more``."""
+    """A whole layer for every fourth seed, else a step; a third of these have ``more``."""
     if more is None and seed % 4 == 3:
         return Step(seed, KEEP[seed // 4 % 2], training(seed, whole=True))
     drawn = draw(seed, more=seed % 4 == 2 if more is None else more)

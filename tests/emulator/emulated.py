@@ -166,7 +166,7 @@ def _numbered(table: np.ndarray) -> np.ndarray:
 
 def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int], parameters: Mapping[str, Any],
           steps: int, batch: int, add: bool = False, apart: bool = False) -> dict[str, Any]:
-    """What both entries make of ``given`` and parameters in te shape: float64, by the names of buffers.
+    """The results of both entries for ``given`` and parameters in te shape: float64, by the names of buffers.
 
     What is written holds NaN before, and has a guard behind it; workspaces hold nothing between the entries.
     ``made``: elements of those that have no extent; ``add``: gradients are added to ones, which results lack again;

@@ -80,7 +80,7 @@ def run(*arguments: str, theme: str = "light") -> str:
 
 
 def looked(folder: Path, pages: Sequence[str]) -> list[dict[str, Any]]:
-    """Of pages at each of WIDTHS: widths, elements too ``wide``, texts too ``small`` or ``outside``, letters."""
+    """Layout of pages at each of WIDTHS: widths, elements too ``wide``, texts too ``small`` or ``outside``, letters."""
     frames = "".join(f'<iframe data-page="{html.escape(page)}" src="{html.escape(page)}" width="{width}" height="900">'
                      "</iframe>" for page in pages for width in WIDTHS)
     (folder / "frames.html").write_text(FRAMES % frames)

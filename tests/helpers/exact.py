@@ -1,4 +1,4 @@
-"""What layers compute, in float64: cells with masks, directions and layers around them; and how far off one may be.
+"""The results of layers in float64: cells with masks, directions and layers around them; and how far off one may be.
 
 A ``Forward`` runs a cell from the first step of a sequence to its last: (cell, x (T, B, I), states by name (B, H),
 parameters by name in te shape) to y (T, B, H) and the last states. ``in_float64`` is one; ``library`` another.
@@ -107,7 +107,7 @@ def relative(value: Any, expected: Any, least: float = 1e-30) -> float:
 
 
 def limit(arithmetic: str, expected: Any, of_library: float = 0.0) -> float:
-    """What :func:`relative` may be of a result ``expected`` for which a library has the error ``of_library``."""
+    """The most that :func:`relative` may be for ``expected``, for which a library has the error ``of_library``."""
     return FLOAT32 if arithmetic == "float32" else max(2 * of_library, FLOAT32 + of_rounding(arithmetic, expected))
 
 

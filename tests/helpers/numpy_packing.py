@@ -1,4 +1,4 @@
-"""What a module packs of weights, in NumPy: c_pack.h and pack_weights.cu are held against it."""
+"""Packed weights of a module, in NumPy: c_pack.h and pack_weights.cu are held against it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -204,7 +204,7 @@ def grouped(z: Any, groups: int, function: Any) -> Any:
 
 
 class Grouped(Formula):
-    """Of two groups: maxima of products of x; a softmax; the state normalized; maxima mixed as one value a group."""
+    """Two groups: maxima of products of x; a softmax; the state normalized; maxima mixed as one value a group."""
 
     name, states, groups, shapes = "grouped", ("h", "c"), 2, {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 

@@ -159,7 +159,7 @@ class Echo(Formula):
 
 
 class Blend(Formula):
-    """Of x's products and of what came of these; of a state beside a product; of a new state."""
+    """Reductions of x's products and their functions; of a state beside a product; of a new state."""
 
     name, states, shapes = "blend", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (2,)}
 

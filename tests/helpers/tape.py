@@ -32,7 +32,7 @@ class Call:
 
 def train(cell: Cell, step: Callable[[Traced, list[Traced], dict[str, Traced]], list[Traced]], call: Call,
           reverse: bool = False) -> dict[str, np.ndarray]:
-    """What a training step makes of a call, by the names of buffers; ``step``: all that the cell returns."""
+    """The results of a training step for a call, by the names of buffers; ``step``: all that the cell returns."""
     steps, batch, _ = call.x.shape
     x, parameters = Traced(call.x), {n: Traced(p) for n, p in call.parameters.items()}
     first = [Traced(s) for s in call.states]

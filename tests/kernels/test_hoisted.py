@@ -1,4 +1,4 @@
-"""What is computed of x for all steps: its layout in 16 bits, and the projection that makes it, emulated."""
+"""Values of x that all steps share: its layout in 16 bits, and the projection that makes it, emulated."""
 
 from collections import Counter
 

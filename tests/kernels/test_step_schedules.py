@@ -293,7 +293,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is optional, and this
 
 
 def resources_without_spills(source: str, kernel: str = "") -> dict[str, dict[str, int]]:
-    """Of that kernel or all: no spills, wgmma serialized or setmaxnreg ignored, which cost most of the speed."""
+    """Checks that kernel, or all: no spills, wgmma serialized or setmaxnreg ignored, which cost most of the speed."""
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         given.write_text(source)

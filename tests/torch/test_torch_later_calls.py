@@ -1,4 +1,4 @@
-"""What a later call must see, by the short way or not: weights that are written in any way, or new at each call."""
+"""Changes that a later call must see, by the short way or not: weights written in any way, or new at each call."""
 
 import copy
 import math
@@ -185,8 +185,8 @@ def test_zeros_without_memory(name: str, taken: list[Any]):
 @pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 @pytest.mark.parametrize("gone", ["x", "state", "weight"])
 def test_memory_that_was_given_back(kind: str, gone: str, view: bool):
-    """As FSDP does between calls. Nothing is read where nothing is, also in calls like those before; the ``data_ptr()``
-    of a view is then its offset."""
+    """FSDP gives memory back between calls. Nothing is read where nothing is, also in calls like those before;
+    the ``data_ptr()`` of a view is then its offset."""
     layer = getattr(ecornn.torch, kind)(I, H)
     x, state = torch.randn(2, 5, 4, I), torch.randn(2, 1, 4, H)
     x, state = (x[:, 0], state[:, 0]) if kind == "RNNCell" else (x, state)

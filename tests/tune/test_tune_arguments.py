@@ -1,4 +1,4 @@
-"""What a search is asked for: what it refuses at once, which device a target means, which devices are the same."""
+"""Arguments of a search: what it refuses at once, which device a target means, which devices are the same."""
 
 import io
 import subprocess
