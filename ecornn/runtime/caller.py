@@ -163,9 +163,10 @@ class Caller:
         nothing has changed then."""
         self._weights.repack(weights)
 
-    def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
+    def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...],
+                  add: bool = True) -> AddressedCall:
         """An entry of a layer as a function of addresses, for this T and B; it is kept for the next time."""
-        key = entry, steps, batch, tensors
+        key = entry, steps, batch, tensors, add
         found = self._addressed.get(key)
         if found is None:
             if len(self._addressed) >= 64:

@@ -126,9 +126,11 @@ def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
 
 
 class AddressedCall:
-    """An entry of a :class:`~ecornn.runtime.caller.Caller` for one T and B; ``tensors``: in the order of addresses."""
+    """An entry of a :class:`~ecornn.runtime.caller.Caller` for one T and B; ``tensors``: in the order of addresses, of
+    the others that the entry may go without there are none. ``add``: gradients of parameters are added to."""
 
-    def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
+    def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str],
+                 add: bool = True) -> None:
         plan, manifest, library = entry_plan(layer.manifest, entry), layer.manifest, layer.library
         work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
         function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
@@ -140,7 +142,8 @@ class AddressedCall:
         scalars, queue = (steps, batch, layer.device, layer.threads), [] if self._on_cpu else [SCALARS - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
-        fixed |= dict.fromkeys(plan.at.get("existing", ()), 1)  # gradients are added to
+        fixed |= {position: 0 for name, positions in plan.at.items() if name not in tensors for position in positions}
+        fixed |= dict.fromkeys(plan.at.get("existing", ()), int(add))
         self._fixed = (*fixed.values(),)
         count, size = manifest.stack.count, batch * manifest.workload.hidden * manifest.workload.itemsize
         given: list[int] = []  # positions
@@ -170,10 +173,12 @@ class AddressedCall:
         self._function(*self._order((self._at.get(memory.pointer) or self._known(memory.pointer)) + addresses))
         self._pool.give(_IDLE, memory)
 
-    def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory]) -> None:
+    def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory], kept: int = 0) -> None:
         """The same on a GPU's stream, which no CUDA graph captures; ``workspace`` makes so many bytes there."""
         if self._parts is not None:
             addresses = tuple([addresses[number] + offset for number, offset in self._parts])
+        if self._kept:
+            addresses += tuple([kept + start for start in self._kept])
         memory = self._pool.take(queue, self._room) or workspace(self._room)
         known = self._at.get(memory.pointer) or self._known(memory.pointer)
         self._function(*self._order((*known, queue, *addresses)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -16,12 +16,15 @@ from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.runtime.torch_arrays import address
 from ecornn.torch import compiling
-from ecornn.torch.compiling import KEPT, NAMES, PendingError, about, compiled, few_steps, fitting, precision_of
+from ecornn.torch.by_address import LayerStep
+from ecornn.torch.compiling import KEPT, NAMES, PendingError, about, compiled, few_steps, precision_of
 from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
+LEAST = 16  # rows of a module on a GPU once batches differ: less than that is hardly faster
 NEAR = 16  # times the batch of a call, the largest batch of a module that stands in for the call's own
+MOST = 64  # training steps that a layer keeps, by T and B
 OFTEN = 32  # calls of few steps on a GPU that the module of longer ones serves before their own is compiled
 TRAINING = -1  # in place of steps: modules that train, as long as they stand in for others
 
@@ -98,9 +101,19 @@ class BoundLayer:
         self.layer: Layer = module.bind(kind.parameters(weights), device or 0, threads=threads)
         self.layer.whole_rows = True  # operators have one tensor for y
         self.busy = self.packs = 0
+        self._kind, self._steps = kind, dict[tuple[int, int], LayerStep]()
         self.snapshot = Snapshot(weights)
         self.packing: HostWeights | DeviceWeights = (HostWeights if x.is_cpu else DeviceWeights)(
             kind, self.layer, weights)
+
+    def step(self, steps: int, batch: int) -> LayerStep | None:
+        """A training step for this T and B, kept for the next time; None for more steps than the module takes."""
+        found = self._steps.get((steps, batch))
+        if found is None and steps <= self.layer.manifest.longest:
+            if len(self._steps) >= MOST:
+                self._steps.clear()
+            found = self._steps[steps, batch] = LayerStep(self._kind, self.layer, steps, batch)
+        return found
 
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
         same, snapshot = self.snapshot.same(weights), self.snapshot
@@ -181,7 +194,7 @@ class BoundLayers:
     def _has(self, alike: Alike, batch: int, pending: bool = False) -> bool:
         """Tells whether there is a module for such calls, or also whether one is ``pending``."""
         rooms = {*self._modules.get(alike, ()), *(self._pending.get(alike, ()) if pending else ())}
-        return fitting(rooms, batch, _most(batch, alike[2])) in rooms
+        return _room(rooms, batch, alike) in rooms
 
     def _by_trained(self, x: Any, alike: Alike, batch: int) -> bool:
         """Tells whether the layers that train have such calls as well."""
@@ -201,7 +214,7 @@ class BoundLayers:
                 if pending.job is None or not pending.job.error:
                     raise
         bound, modules = self._bound.setdefault((*alike, where), {}), self._modules.setdefault(alike, {})
-        room = fitting(bound if where == GRAPHS else modules, batch, _most(batch, masks))
+        room = _room(bound if where == GRAPHS else modules, batch, alike)
         known = bound.get(room)
         if known is None and where == GRAPHS:
             room, known = self._for_graphs(alike, batch)
@@ -250,7 +263,7 @@ class BoundLayers:
         :class:`PendingError` without one, :class:`ScheduleError` if there will be none."""
         device, dtype, masks, precision, few = alike
         modules, pending = self._modules.setdefault(alike, {}), self._pending.setdefault(alike, {})
-        room = fitting({*modules, *pending}, batch, _most(batch, masks))
+        room = _room({*modules, *pending}, batch, alike)
         if room in modules:
             return alike, room
         if room not in pending:
@@ -289,7 +302,7 @@ class BoundLayers:
     def _for_graphs(self, alike: Alike, batch: int) -> tuple[int, BoundLayer]:
         """Takes a layer from a stream that it was bound for, and gives it to CUDA graphs."""
         for key, bound in self._bound.items():
-            room = fitting(bound, batch, _most(batch, alike[2]))
+            room = _room(bound, batch, alike)
             if key[:-1] == alike and room in bound and not bound[room].busy:
                 one = bound.pop(room)
                 one.snapshot.outdate()
@@ -300,9 +313,17 @@ class BoundLayers:
                             "step before the capture, as PyTorch asks for")
 
 
-def _most(batch: int, masks: str) -> int:
-    """The largest compiled batch that may serve this one; columns are few anyway."""
-    return batch if masks == "sequences" else 4 * batch
+def _room(bound: Collection[int], batch: int, alike: Alike) -> int:
+    """The smallest batch of the ``bound`` layers that takes ``batch`` without much waste. If there is none, the batch
+    to compile for: that of the first call, or, once calls differ, the next power of 2."""
+    if batch in bound:
+        return batch
+    device, _, masks, *_ = alike
+    columns = masks == "sequences"  # which are few anyway
+    least = LEAST if device.type == "cuda" and not columns else 1
+    most = batch if columns else max(4 * batch, least)
+    return min((room for room in bound if batch <= room <= most),
+               default=max(1 << (batch - 1).bit_length(), least) if bound else batch)
 
 
 def _where(x: torch.Tensor) -> Any:

@@ -123,6 +123,39 @@ class Engine:
             found = computed.x, *before, *kind.gradients(computed.weights)
             return [g if g is None else g.to(of.dtype) for g, of in zip(found, (x, *state, *weights), strict=True)]
 
+    # the same for arguments that a call of a module or autograd has checked, without masks
+    def quick_forward(self, weights: Sequence[torch.Tensor], x: torch.Tensor,
+                      state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._by_address(x):
+            return self.forward(weights, x, state, None)
+        one = self.trained.take(weights, x, x.shape[:2], states=False)
+        try:
+            if (step := one.step(*x.shape[:2])) is not None:
+                return step.forward(x, state)
+        finally:
+            self.trained.give(one)
+        return self.forward(weights, x, state, None)
+
+    def quick_backward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+                       y: torch.Tensor, kept: torch.Tensor, gradients: Sequence[torch.Tensor | None],
+                       want_state: bool) -> list[Any]:
+        if not self._by_address(x):
+            return self.backward(weights, x, state, None, y, kept, gradients, want_state)
+        wanted = want_state and bool(state)
+        one = self.trained.take(weights, x, x.shape[:2], again=True, states=wanted)
+        try:
+            step = one.step(*x.shape[:2])
+            assert step is not None  # as it was for forward
+            found = step.backward(x, state, y, kept, gradients, wanted)
+        finally:
+            self.trained.give(one)
+        suspect(weights)  # an optimizer may come next
+        return [g if g is None or g.dtype is of.dtype else g.to(of.dtype)
+                for g, of in zip(found, (x, *state, *weights), strict=True)]
+
+    def _by_address(self, x: torch.Tensor) -> bool:
+        return not (self.kind.projection or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
         """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""
         padded = [self.kind.widened(s) if n == 0 and s is not None else s for n, s in enumerate(state)]

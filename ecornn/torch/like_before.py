@@ -16,21 +16,17 @@ from typing import Any
 import torch
 from torch.autograd import Variable, forward_ad
 
-from ecornn.errors import ArgumentError
 from ecornn.program import BACKWARD, FORWARD, RUN
-from ecornn.runtime.torch_arrays import LOW, TorchMemory, address
+from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import falling_back
 from ecornn.torch.bound import BoundLayer
+from ecornn.torch.by_address import BACK, TENSORS, raw_stream, ready
 from ecornn.torch.compiling import precision_of
 from ecornn.torch.engine import PLAIN, Engine, known_engine, watched, watching, weights_of
 from ecornn.torch.operator import each, is_batched, recurrent_backward
 from ecornn.torch.snapshot import suspect
 
 MOST = 64  # calls that a module remembers
-ALIGNMENT = 16  # bytes, of what modules read
-TENSORS = "x", "y", "state_in", "state_out"
-BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
-_raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of PyTorch with CUDA
 _capturing = torch.cuda.is_current_stream_capturing
 _tracing, _threads, _autocasts = torch._C._is_tracing, torch.get_num_threads, torch.is_autocast_enabled
 
@@ -70,7 +66,8 @@ def again(module: Any, x: Any, hx: Any) -> Any:
 
 def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], asked: bool) -> None:
     """Has later calls like this one, which was well, go by :func:`again`; ``asked``: it was with gradients."""
-    if engine.kind.projection or watched((x, *weights)) or not (x.is_cpu or (x.is_cuda and _raw and not _capturing())):
+    if engine.kind.projection or watched((x, *weights)) or not (
+            x.is_cpu or (x.is_cuda and raw_stream and not _capturing())):
         return
     key, layers, calls = _key(module, x), engine.inference, engine.calls
     if not (asked or layers.serves(x, module.call_sizes(x))):
@@ -104,7 +101,8 @@ class Call:
         self.drops = module.num_layers > 1  # or may, if the module has a dropout
         rows, hidden = module.num_layers * (1 + module.bidirectional), module.hidden_size
         single, self._dtype, self._device, self.kind = x.dim() == 2, x.dtype, x.device, x.device.type
-        self.queue: Any = None if _raw is None or x.is_cpu else partial(_raw, x.device.index)  # the current stream
+        # the current stream
+        self.queue: Any = None if raw_stream is None or x.is_cpu else partial(raw_stream, x.device.index)
         self._swaps = bool(module.batch_first) and not single and min(steps, batch) > 1
         axes = (steps, batch) if self._swaps else (*x.shape[:-1],)
         self._y = (*axes, (1 + module.bidirectional) * len(module.output_names) * hidden)
@@ -329,14 +327,3 @@ def _by_operator(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, stat
     for number, gradient in enumerate(rest[len(state):]):
         sums[number] = sums[number] + gradient
     return [dx.view(x.shape), *(d.view(s.shape) for d, s in zip(rest, state, strict=False))]
-
-
-def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that a module can read. Raises :class:`ArgumentError` for a tensor that has no memory."""
-    pointer = tensor.data_ptr()
-    if ((pointer >= LOW or address(tensor)) and not pointer % ALIGNMENT and tensor.is_contiguous()
-            and not tensor.is_neg()):
-        return tensor
-    if not address(tensor) and tensor.numel() and not tensor._is_zerotensor():  # as autograd has zeros
-        raise ArgumentError("an input", f"a {type(tensor).__name__} without memory of its own", "a tensor with memory")
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch_pairs import LENGTHS, B, H, I, T, alike, case, operands, pair, states, training_case, with_seed
-from torch_values import BACKWARD, agree, close, double, flat
+from torch_values import BACKWARD, agree, close, double, flat, same
 
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DTypeError, ShapeError
@@ -235,3 +235,24 @@ def test_who_asks_for_states_has_them():
         with pytest.raises(ArgumentError, match=r"keep='all' is not allowed; expected None, states or gates"):
             made()
     assert LSTM(3, 4, keep="states").keep == Recurrent("gru", 3, 4, keep="states").keep == "states"
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+@pytest.mark.parametrize("layers, both", [(1, False), (2, True)])
+def test_a_step_by_addresses_is_the_checked_one(kind: str, layers: int, both: bool):
+    """Value by value, for whatever gradients there are, and arguments that do not lie as a module reads them."""
+    layer = getattr(ecornn.torch, kind)(I, H, layers, bidirectional=both)
+    one, weights = engine.engine_of(layer), engine.weights_of(layer)
+    x, states = torch.randn(B, T, I).transpose(0, 1), 2 if kind == "LSTM" else 1
+    for given in (0, states):
+        state = [torch.randn(layers * (1 + both), B, H) for _ in range(given)]
+        found, wanted = one.quick_forward(weights, x, state), one.forward(weights, x, state, None)
+        same(found[:-1], wanted[:-1])
+        y, *after, kept = found
+        for dy in (torch.ones(1).expand(y.shape), torch.randn(*y.shape, 2)[..., 0], None):
+            gradients = [dy, *[None, torch.randn_like(after[-1])][-states:]]
+            for want_state in (False, True):
+                quick = one.quick_backward(weights, x, state, y, kept, gradients, want_state)
+                checked = one.backward(weights, x, state, None, y, kept, gradients, want_state)
+                assert [g is None for g in quick] == [g is None for g in checked]
+                same([g for g in quick if g is not None], [g for g in checked if g is not None])

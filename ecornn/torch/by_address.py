@@ -1,0 +1,88 @@
+"""A training step of a bound layer by the addresses of tensors alone: nothing is checked, and only results are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ecornn.errors import ArgumentError
+from ecornn.program import BACKWARD, FORWARD
+from ecornn.runtime.layer import Layer
+from ecornn.runtime.plan import AddressedCall
+from ecornn.runtime.torch_arrays import LOW, TorchMemory, address
+from ecornn.torch.kind import Kind
+from ecornn.workload import summed
+
+ALIGNMENT = 16  # bytes, of what modules read
+TENSORS = "x", "y", "state_in", "state_out"
+BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of PyTorch with CUDA
+
+
+class LayerStep:
+    """Forward and backward of a layer with one T and B, on a CPU or on a stream that no CUDA graph captures."""
+
+    def __init__(self, kind: Kind, layer: Layer, steps: int, batch: int) -> None:
+        manifest = layer.manifest
+        self._layer, self._sizes, self._writes = layer, (steps, batch), layer.training.writes
+        self._forward = layer.addressed(FORWARD, steps, batch, TENSORS)
+        self._optional = "dstate_in" in (manifest.optional or ())  # gradients of first states
+        self._y, self._state = (steps, batch, layer.width), (kind.layers * kind.directions, batch, kind.hidden)
+        self._zeros = (layer.zero_state(batch)[1],) * len(manifest.states)
+        self._sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
+        self._shapes, names = [p.shape for p in manifest.parameters], [p.name for p in manifest.parameters]
+        self._of_weights = [names.index(name) for name in kind.names]
+
+    def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """y (T, B, D*H), the states (L*D, B, H) after x (T, B, I), and the bytes that :meth:`backward` reads."""
+        kept = x.new_empty(self._forward.kept_bytes, dtype=torch.uint8)
+        y, after = x.new_empty(self._y), [x.new_empty(self._state) for _ in self._zeros]
+        rows, given = ready(x), [*map(ready, state)]
+        self._run(self._forward, x, (rows.data_ptr(), y.data_ptr(), *([s.data_ptr() for s in given] or self._zeros),
+                                     *[s.data_ptr() for s in after]), kept)
+        return [y, *after, kept]
+
+    def backward(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
+                 gradients: Sequence[torch.Tensor | None], want_state: bool) -> list[torch.Tensor | None]:
+        """Gradients of x, of each state, None unless ``want_state``, and of the weights; ``gradients``: of y and last
+        states, None for zeros."""
+        dy, *dstates = [g if g is None else ready(g) for g in gradients]
+        dy = x.new_zeros(self._y) if dy is None else dy
+        rows, given, y, kept = ready(x), [*map(ready, state)], ready(y), ready(kept)
+        dx = torch.empty_like(rows)
+        needed = want_state or not self._optional
+        before = [x.new_empty(self._state) for _ in self._zeros] if needed else []
+        sums = [x.new_empty(shape, dtype=self._sums) for shape in self._shapes]
+        if not self._writes:
+            torch._foreach_zero_(sums)  # one kernel for all
+        call = self._layer.addressed(BACKWARD, *self._sizes, BACK if needed else tuple(
+            [name for name in BACK if name != "dstate_in"]), not self._writes)
+        self._run(call, x, (
+            rows.data_ptr(), y.data_ptr(), *([s.data_ptr() for s in given] or self._zeros), dy.data_ptr(),
+            *[zero if g is None else g.data_ptr() for g, zero in zip(dstates, self._zeros, strict=True)], dx.data_ptr(),
+            *[s.data_ptr() for s in before], *[s.data_ptr() for s in sums]), kept)
+        return [dx, *(before if want_state else [None] * len(state)), *[sums[n] for n in self._of_weights]]
+
+    def _run(self, call: AddressedCall, x: torch.Tensor, addresses: tuple[int, ...], kept: torch.Tensor) -> None:
+        if x.is_cpu:
+            call(addresses, kept.data_ptr())
+        else:
+            call.on(raw_stream(x.device.index), addresses, partial(_memory, x.device), kept.data_ptr())
+
+
+def _memory(device: torch.device, nbytes: int) -> TorchMemory:
+    return TorchMemory(torch, nbytes, device)
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that a module can read. Raises :class:`ArgumentError` for a tensor that has no memory."""
+    pointer = tensor.data_ptr()
+    if ((pointer >= LOW or address(tensor)) and not pointer % ALIGNMENT and tensor.is_contiguous()
+            and not tensor.is_neg()):
+        return tensor
+    if not address(tensor) and tensor.numel() and not tensor._is_zerotensor():  # as autograd has zeros
+        raise ArgumentError("an input", f"a {type(tensor).__name__} without memory of its own", "a tensor with memory")
+    return tensor.clone(memory_format=torch.contiguous_format)
