@@ -3,7 +3,7 @@
     python benchmarks/cpu_in_programs.py turns --output benchmarks/results/cpu_in_programs.json
     python benchmarks/cpu_in_programs.py busy --busy 2 --busy 4 --output ...
     python benchmarks/cpu_in_programs.py service --output ...
-    python benchmarks/cpu_in_programs.py cells --output benchmarks/results/cpu_cells.json
+    python benchmarks/cpu_in_programs.py cells --output benchmarks/results/cpu_cells.json            # --gpu: of a GPU
     python benchmarks/cpu_in_programs.py weights                                                     # or lengths
     python benchmarks/cpu_in_programs.py host --output benchmarks/results/host_time_h100.json        # of a GPU
     python benchmarks/cpu_in_programs.py host --cpu --output benchmarks/results/host_time_cpu.json
@@ -18,7 +18,8 @@ which may wait for what a call leaves behind. Milliseconds: 50th and 99th percen
 of grids/cpu.toml (--suite: its groups). Outputs of both sides are compared first.
 
 cells: replaced cells and torch.nn's, called in a loop, as policies and decoders call them. A row is the median of
-microseconds a step with the 20th and 80th percentile, of forward alone ("inference") or of a training step with SGD.
+microseconds a step with the 20th and 80th percentile, of forward alone ("inference"), also in a CUDA graph, or of a
+training step with SGD.
 weights: an LSTM whose weights are new at each call, as weight norm, hypernetworks and ``functional_call`` make them,
 with and without gradients; beside that, the same weights each time.
 lengths: an LSTM's rows of lengths uniform in 1..T, against all rows at full length and PyTorch's packed sequences. The
@@ -73,7 +74,8 @@ UNITS, CALLS = 16, 50  # of layers whose host time is measured, and calls of a b
 LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 SIZES = [(1, 64), (1, 256), (1, 512), (8, 128), (32, 256), (64, 512)]  # B, H of cells; I is H
-LIMITS = {"inference": 1e-5, "training": 2e-5}
+GPU_SIZES = [*product((1, 16, 256), (256, 512, 1024))]
+LIMITS = {"inference": 1e-5, "training": 2e-5, "graph": 1e-5}
 PROGRAMS = ("turns", "busy", "service")
 Times = list[tuple[float, float]]  # seconds of the operation and of the call
 Row = dict[str, Any]
@@ -178,24 +180,51 @@ def compare_cells(name: str, size: tuple[int, int], kind: str, arguments: argpar
     """One row: loops of calls, each from the states of the one before."""
     torch.manual_seed(0)
     batch, hidden = size
-    library = getattr(torch.nn, name)(hidden, hidden)
-    sides, x = {"ecornn": replaced(library), "torch": library}, torch.randn(arguments.steps, batch, hidden)
-    row: Row = {"cell": name, "B": batch, "H": hidden, "kind": kind, "steps": arguments.steps, "device": "cpu",
-                "threads": torch.get_num_threads()}
+    device, dtype = "cuda" if arguments.gpu else "cpu", getattr(torch, arguments.dtype)
+    library = getattr(torch.nn, name)(hidden, hidden, device=device, dtype=dtype)
+    sides = {"ecornn": replaced(library), "torch": library}
+    x = torch.randn(arguments.steps, batch, hidden, device=device, dtype=dtype)
+    row: Row = {"cell": name, "B": batch, "H": hidden, "kind": kind, "steps": arguments.steps, "device": device,
+                "dtype": arguments.dtype, "threads": torch.get_num_threads()}
     call = train if kind == "training" else lambda *given: [loop(*given)]
     with torch.set_grad_enabled(kind == "training"):
         wanted = call(copy.deepcopy(library).double(), x.double())
-        for side, cell in sides.items():
-            row[f"{side}_error"] = max(map(relative, call(cell, x), wanted))
-            if not row[f"{side}_error"] <= LIMITS[kind]:
-                sys.exit(f"{name} B={batch} H={hidden}: {side} has error {row[f'{side}_error']:.2e}")
-        runs = {side: partial(train, cell, x, torch.optim.SGD(cell.parameters(), 1e-6)) if kind == "training" else
-                partial(loop, cell, x) for side, cell in sides.items()}
-        found, _ = turns.host_turns(runs, lambda: x.copy_(torch.randn_like(x)), arguments.repeats, float("inf"),
-                                    lambda run: wall_clock(run) * 1e6)
-    for side, times in found.items():
-        row |= summary(side, [*chain(*times)], arguments.steps)
+        errors = {side: max(map(relative, call(cell, x), wanted)) for side, cell in sides.items()}
+        row |= {f"{side}_error": error for side, error in errors.items()}
+        if not errors["ecornn"] <= (LIMITS[kind] if dtype == torch.float32 else 2 * errors["torch"]):
+            sys.exit(f"{name} B={batch} H={hidden} {kind}: errors {errors}")
+        runs: dict[str, Callable[[], object]] = {
+            side: partial(train, cell, x, torch.optim.SGD(cell.parameters(), 1e-6)) if kind == "training" else
+            captured(partial(loop, cell, x)) if kind == "graph" else partial(loop, cell, x)
+            for side, cell in sides.items()}
+        taken = turns.take_turns if arguments.gpu else turns.host_turns
+        found: Any = taken(runs, lambda: x.copy_(torch.randn_like(x)), arguments.repeats, float("inf"), wall_us)
+    for side, times in (found if arguments.gpu else found[0]).items():
+        row |= summary(side, times if arguments.gpu else [*chain(*times)], arguments.steps)
     return row | {"ratio": row["torch_us"] / row["ecornn_us"]}
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a run as a CUDA graph."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def wall_us(run: Callable[[], object]) -> float:
+    """Microseconds of a run, until the GPU has done it, if there is one."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+
+    def whole() -> None:
+        run()
+        wait()
+
+    wait()
+    return wall_clock(whole) * 1e6
 
 
 def compare_weights(hidden: int, training: bool, new: bool, arguments: argparse.Namespace) -> Row:
@@ -355,6 +384,8 @@ def main() -> None:
     parser.add_argument("--shape", metavar="TxBxIxH", action="append", help="these instead of a suite's; may repeat")
     parser.add_argument("--busy", type=int, action="append", help="busy processes for each core; may repeat [2, 4]")
     parser.add_argument("--cpu", action="store_true", help="host: of the CPU, though there is a GPU")
+    parser.add_argument("--gpu", action="store_true", help="cells: on the GPU")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32", help="of cells")
     arguments = parser.parse_args()
     known = CELLS if arguments.mode == "cells" else LAYERS
     if unknown := {*(arguments.cell or ())} - {*known}:
@@ -369,7 +400,8 @@ def main() -> None:
         in_programs(arguments)
         return
     wanted, one = {
-        "cells": (product(arguments.cell or CELLS, SIZES, arguments.kind or LIMITS), compare_cells),
+        "cells": (product(arguments.cell or CELLS, GPU_SIZES if arguments.gpu else SIZES,
+                          arguments.kind or [*LIMITS][:2 + arguments.gpu]), compare_cells),
         "weights": (product(arguments.hidden, (False, True), (False, True)), compare_weights),
         "lengths": (product(arguments.hidden), compare_lengths)}[arguments.mode]
     rows = []
@@ -377,7 +409,7 @@ def main() -> None:
         if arguments.mode != "cells" or not arguments.only or "x".join(map(str, each[1])) in arguments.only:
             rows.append(one(*each, arguments))
             print(told(rows[-1]), flush=True)
-    write(arguments.output, environment(cpu=True), rows)
+    write(arguments.output, environment(cpu=not arguments.gpu), rows)
     if ratios := [row["ratio"] for row in rows if "ratio" in row]:
         print(f"geometric mean {mean(ratios):.2f}x, least {min(ratios):.2f}x, {len(ratios)} rows")
 

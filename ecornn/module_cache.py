@@ -63,8 +63,10 @@ def known(layer: LayerSpec, target: str) -> bool:
     return find(layer, target) is not None or cache.file_of("layer", _parts(layer, target, None)) is not None
 
 
+@lru_cache
 def get_ready() -> None:
-    """Imports and reads what the first module of a process takes, besides the module: a tenth of a second."""
+    """Imports and reads, once, what the first module of a process takes besides the module: a tenth of a second, which
+    calls would have to share with a thread, as Python's global lock has it, and then for longer."""
     import tvm_ffi  # noqa: F401
 
     _code(), _logs(), _device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,23 +14,36 @@ from ecornn.torch.kind import CELLS, text_of
 from ecornn.torch.modules import CompiledModule, called, leaf
 from ecornn.torch.snapshot import suspect
 
-SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
 WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
+# multiply-adds of a step on a GPU up to which compiled ones are faster, measured: of tensor cores, and of exact float32
+MOST = 1 << 30, 1 << 31
+_matmul: Any = torch.backends.cuda.matmul
+_NEW = hasattr(_matmul, "fp32_precision")  # PyTorch 2.9 and later
 
 
 class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
-    """Compiled modules in float32 on a CPU; elsewhere, and for arguments that do not fit, PyTorch's own cell runs."""
+    """Compiled modules in float32 on a CPU, and on a GPU where no gradients are asked for; elsewhere, and for arguments
+    that do not fit, PyTorch's own cell runs. Products of float32 on a GPU are as exact as those of PyTorch's cell."""
 
     # what a layer has besides
     num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False
     one_step = True
+    least = 0  # multiply-adds of a step of training on a CPU; smaller ones are PyTorch's own
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Computes the states (B, H), or (H,), after one step from input (B, I), or (I,); see :meth:`_any_call`."""
+        if not torch.compiler.is_compiling() and _trains(self) and _is_left(self, input):
+            return _by_own(self, input, hx)
+        return super().forward(input, hx)
 
     def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""
         if isinstance(input, torch.fx.Proxy):
             return leaf(self, input, hx)
+        if torch.compiler.is_compiling() and isinstance(input, torch.Tensor) and input.is_cuda:
+            return self.TORCH.forward(self, input, hx)  # torch.compile puts it together with what is around it
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
-        if state is None or not _fits(self, weights[0], input, state):
+        if state is None or not _fits(self, weights, input, state):
             return by_torch(self, input, hx)
         if falling_back.waits(self):
             return self._compiled(input, hx, state, weights)
@@ -63,9 +77,21 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
     def _flat_weights(self) -> list[torch.Tensor]:
         return engine.weights_of(self)
 
-    def call_sizes(self, input: torch.Tensor) -> tuple[int, int] | None:
-        """T and B of a call; None if PyTorch's own cell runs."""
-        return (1, input.shape[0] if input.dim() == 2 else 1) if input.device.type in SERVED else None
+    def call_sizes(self, input: torch.Tensor) -> tuple[int, int]:
+        return 1, input.shape[0] if input.dim() == 2 else 1
+
+    @property
+    def tf32(self) -> bool | None:
+        """True if products of float32 on a GPU may be in TF32; where that is not set, if PyTorch's of matrices may."""
+        own: bool | None = self.__dict__.get("tf32")
+        weight = self._parameters.get("weight_hh")  # computed if it is no parameter
+        if own is not None or (weight is not None and not weight.is_cuda) or not torch.cuda.is_initialized():
+            return own
+        return bool(_matmul.fp32_precision == "tf32" if _NEW else _matmul.allow_tf32)
+
+    @tf32.setter
+    def tf32(self, value: bool | None) -> None:
+        self.__dict__["tf32"] = value
 
 
 class LSTMCell(CompiledCell, torch.nn.LSTMCell):
@@ -89,12 +115,6 @@ class RNNCell(CompiledCell, torch.nn.RNNCell):
     TORCH = torch.nn.RNNCell
     least = 1 << 16
 
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Computes the states after one step; see the other cells."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _too_small(self, input):
-            return self.TORCH.forward(self, input, hx)
-        return super().forward(input, hx)
-
     @property
     def mode(self) -> str:
         """The name that a layer has for this kind."""
@@ -110,27 +130,42 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
     return hx if isinstance(hx, (tuple, list)) and len(hx) == count else None
 
 
-def _too_small(cell: Any, input: Any) -> bool:
-    """Tells whether PyTorch's own cell trains this step. Then bound layers read weights again: an optimizer follows."""
-    weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
-    if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
+def _trains(cell: Any) -> bool:
+    """Tells whether gradients of the cell's weights may be asked for."""
+    weight = cell._parameters.get("weight_hh")
+    return torch.is_grad_enabled() and weight is not None and weight.requires_grad
+
+
+def _is_left(cell: Any, input: Any) -> bool:
+    """Tells whether PyTorch's own cell trains this step: on a GPU, and where it is small."""
+    if not isinstance(input, torch.Tensor):
         return False
     rows = input.numel() // max(1, cell.input_size)
-    if rows * hidden * (cell.input_size + hidden) >= cell.least:
-        return False
+    return input.is_cuda or bool(rows * cell.hidden_size * (cell.input_size + cell.hidden_size) < cell.least)
+
+
+def _by_own(cell: Any, input: Any, hx: Any) -> Any:
+    """Calls PyTorch's own cell. Then bound layers, if there are any, read weights again: an optimizer may follow."""
     if engine.known_engine(cell) is not None:
         suspect(engine.weights_of(cell))
-    return True
+    return cell.TORCH.forward(cell, input, hx)
 
 
-def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> bool:
+def _fits(cell: Any, weights: Sequence[torch.Tensor], input: Any, state: Sequence[Any]) -> bool:
     """Tells whether a compiled module takes this input and these states."""
     if not isinstance(input, torch.Tensor) or input.dim() not in (1, 2) or cell.mode not in CELLS:
         return False
     *rows, width = input.shape
     shape, dtype, device = (*rows, cell.hidden_size), input.dtype, input.device
-    if (width != cell.input_size or not all(shape) or weight.dtype != dtype or weight.device != device
-            or device.type not in SERVED or input.layout is not torch.strided):
+    if (width != cell.input_size or not all(shape) or weights[0].dtype != dtype or weights[0].device != device
+            or device.type not in ("cpu", "cuda") or input.layout is not torch.strided):
         return False
-    return all(isinstance(s, torch.Tensor) and s.shape == shape and s.dtype == dtype and s.device == device
-               and s.layout is torch.strided for s in state)
+    if not all(isinstance(s, torch.Tensor) and s.shape == shape and s.dtype == dtype and s.device == device
+               and s.layout is torch.strided for s in state):
+        return False
+    if device.type == "cpu":
+        return True
+    exact = dtype == torch.float32 and not cell.tf32
+    work = math.prod(rows) * (weights[0].numel() + weights[1].numel())
+    return work <= MOST[exact] and not (torch.is_autocast_enabled("cuda") or derivatives(lambda: (
+        input, *state, *weights)) or engine.watched((input, *state, *weights)))

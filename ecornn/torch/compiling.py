@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import logging
 import math
 import os
 import queue
 import threading
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from ecornn import module_cache
 from ecornn.build import cache
 from ecornn.dtypes import DTYPES, SERVED
-from ecornn.errors import ArgumentError, EcornnError, ScheduleError
+from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
 from ecornn.torch.kind import Kind
@@ -92,13 +92,6 @@ def about(steps: int) -> int:
     return 1 << round(math.log2(steps)) if steps <= FEW else max(2 * FEW, 1 << round(math.log2(steps)))
 
 
-def fitting(bound: Collection[int], batch: int, most: int) -> int:
-    """The smallest batch of the ``bound`` layers that can take ``batch``, and is ``most`` at most. If there is none,
-    the batch to compile for: that of the first call, or, once calls differ, the next power of 2."""
-    rooms = [room for room in sorted(bound) if batch <= room <= most]
-    return rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
-
-
 def precision_of(kind: Kind, x: Any) -> str | None:
     """``tf32`` if products of a layer of this kind on x may be in TF32 by the settings of this moment, else None."""
     if x.is_cpu or x.dtype != torch.float32:
@@ -113,7 +106,8 @@ def precision_of(kind: Kind, x: Any) -> str | None:
 # -- in the background --------------------------------------------------------------------------
 LIMIT = 3600.0  # seconds of one compilation, which has only the time that others leave
 IDLE = 20.0  # seconds without work after which a worker process ends
-NICENESS = 10  # of worker processes: on a busy core they have a tenth of what a program has
+PAUSE = 0.2  # seconds until work in the background begins: it would share Python's global lock with a first call
+NICENESS = 14  # of worker processes: on two busy cores a program takes 1.05 times as long meanwhile; with 10, 1.2
 
 _thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
@@ -195,6 +189,7 @@ class Compilers:
 
     def __init__(self, processes: int, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._pause = PAUSE if niceness else 0.0
         self._workers = [Worker("ecornn.module_cache:ready", gpu=True, start_limit=LIMIT, niceness=niceness)
                          for _ in range(processes)]
         for number, worker in enumerate(self._workers):
@@ -214,6 +209,7 @@ class Compilers:
                 job = self._jobs.get()
             if job is None:
                 return
+            time.sleep(self._pause)
             job.run(worker)
 
     def stop(self) -> None:
@@ -225,18 +221,6 @@ class Compilers:
         """Lets go of the processes in a forked child, to which they do not belong."""
         for worker in self._workers:
             worker.disown()
-
-
-@functools.cache
-def get_ready() -> threading.Thread:
-    """Does in a thread, once in a process, what the first call would otherwise take longer for."""
-    def ready() -> None:
-        with _loading, contextlib.suppress(ImportError, EcornnError):  # which the first call raises
-            module_cache.get_ready()
-
-    thread = threading.Thread(target=ready, name="ecornn-gets-ready", daemon=True)
-    thread.start()
-    return thread
 
 
 _compilers: Compilers | None = None  # of this process, as are the jobs

@@ -109,7 +109,8 @@ class Sequences(CompiledModule):
             output = y.transpose(0, 1) if self.batch_first else y
         return output, self._states(after)
 
-    def call_sizes(self, input: torch.Tensor) -> tuple[int, int] | None:
+    def call_sizes(self, input: torch.Tensor) -> tuple[int, int]:
+        """T and B of a call."""
         first, second = (input.shape[0], 1) if input.dim() == 2 else input.shape[:2]
         return (second, first) if self.batch_first and input.dim() == 3 else (first, second)
 

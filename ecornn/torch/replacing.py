@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -22,10 +23,10 @@ from ecornn.boundary import public
 from ecornn.build import cache
 from ecornn.build.commands import WORK
 from ecornn.cells import BUILTIN
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, EcornnError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
-from ecornn.module_cache import known
+from ecornn.module_cache import get_ready, known
 from ecornn.torch import compiling, engine, falling_back
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
 from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of
@@ -111,7 +112,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
             else:
                 kept[name] = why
     if swapped:
-        compiling.get_ready()
+        with contextlib.suppress(ImportError, EcornnError):  # which the first call raises
+            get_ready()
     return Report(tuple(swapped), kept)
 
 
@@ -207,11 +209,9 @@ def specs(module: Any, input: Any, hx: Any) -> list[tuple[LayerSpec, str]]:
     why, asked = falling_back.obstacle(module, input, hx)
     packed = isinstance(input, PackedSequence)
     data = input.data if packed else input
-    if why or (packed and data.is_cuda) or data.numel() == 0:
+    if why or data.numel() == 0 or (data.is_cuda and (packed or (asked and module.one_step))):
         return []
     sizes = (len(input.batch_sizes), int(input.batch_sizes[0])) if packed else module.call_sizes(data)
-    if sizes is None:
-        return []
     target, (T, B) = "cpu" if data.is_cpu else "cuda", sizes
     alone = module._drops or (asked and engine.by_layer(module, engine.weights_of(module)))
     kinds = [kind_of(text_of(module, layer)) for layer in (range(module.num_layers) if alone else [None])]

@@ -385,10 +385,8 @@ def test_replace_gets_ready_what_the_first_call_would_take_longer_for():
     script = """if True:
         import sys, torch, ecornn.torch
         from ecornn import module_cache
-        from ecornn.torch import compiling
         from ecornn.torch.kind import kind_of, text_of
         ecornn.torch.replace(layer := torch.nn.GRU(6, 7))
-        compiling.get_ready().join()
         before = set(sys.modules)
         assert module_cache.found(kind_of(text_of(layer)).spec(3, 16, "float32", "", None, None), "cpu") is None
         assert "tvm_ffi" in before and not set(sys.modules) - before and not torch.cuda.is_initialized()

@@ -11,7 +11,7 @@ import torch
 from refusals import refused
 from torch.utils.checkpoint import checkpoint
 from torch_pairs import B, H, I, T, case, load, pair
-from torch_values import agree, double, flat
+from torch_values import FORWARD, agree, double, flat
 
 import ecornn.torch
 from ecornn.errors import DerivativeError
@@ -310,3 +310,78 @@ def test_prepare_compiles_what_a_loop_calls(capsys: pytest.CaptureFixture[str]):
     assert ecornn.torch.prepare(model, torch.randn(T, B, I)) == 1
     assert "1 of 1 layers are compiled, gru T=1 B=4 I=7 H=11 float32" in capsys.readouterr().err
     assert type(model.cell) is ecornn.torch.GRUCell
+
+
+# -- on a GPU -----------------------------------------------------------------------------------
+def on_gpu(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any, Any]:
+    """PyTorch's cell in float64, and both cells on a GPU."""
+    exact, ours = pair(name, **options)
+    ours = ours.to("cuda", dtype)
+    theirs = getattr(torch.nn, name)(I, H, **options).to("cuda", dtype)
+    theirs.load_state_dict(ours.state_dict())
+    load(exact, ours)
+    return exact.cuda(), theirs, ours
+
+
+@pytest.mark.gpu
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_loops_on_a_gpu(name: str, options: dict[str, Any], dtype: torch.dtype):
+    exact, theirs, ours = on_gpu(name, dtype, **options)
+    for shape in ((T, B, I), (T, I), (T, 1, I), (T, 70, I)):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        with torch.no_grad():
+            wanted = Loop(exact)(x.double())
+            errors = [float((Loop(cell)(x).double() - wanted).norm() / wanted.norm()) for cell in (ours, theirs)]
+        assert errors[0] <= (1e-5 if dtype == torch.float32 else 2 * errors[1])
+    assert engine.known_engine(ours).inference._modules
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_is_pytorchs_and_later_calls_have_the_new_weights():
+    exact, _, ours = on_gpu("LSTMCell")
+    x, optimizer = torch.randn(T, B, I, device="cuda"), torch.optim.SGD(ours.parameters(), 0.1, fused=True)
+    for _ in range(3):
+        with torch.no_grad():
+            agree(Loop(ours)(x), Loop(exact)(x.double()), FORWARD)
+        loss = Loop(ours)(x).square().sum()
+        assert "_Step" not in type(loss.grad_fn).__name__ and not engine.engine_of(ours).trained._modules
+        loss.backward()
+        optimizer.step()  # which raises no version
+        load(exact, ours)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_loop_on_a_gpu_and_new_values_in_it():
+    exact, _, ours = on_gpu("GRUCell")
+    x = torch.randn(T, B, I, device="cuda")
+    with torch.no_grad():
+        Loop(ours)(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = Loop(ours)(x)
+        for _ in range(2):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            agree(y, Loop(exact)(x.double()), FORWARD)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cudnn_settings")
+def test_products_of_a_cell_on_a_gpu_are_as_exact_as_pytorchs():
+    """Which PyTorch has a setting of its own for; that of cuDNN's layers is another."""
+    cell = ecornn.torch.LSTMCell(I, H).cuda()
+    assert cell.tf32 is False and ecornn.torch.LSTMCell(I, H).tf32 is None
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert cell.tf32 is True
+    cell.tf32 = False
+    assert cell.tf32 is False
+
+
+@pytest.mark.gpu
+def test_torch_compile_has_pytorchs_cell_in_one_graph_on_a_gpu():
+    exact, _, ours = on_gpu("LSTMCell")
+    x = torch.randn(T, B, I, device="cuda")
+    agree_in_gradients(torch.compile(Loop(ours), backend="aot_eager", fullgraph=True), Loop(exact), x)
