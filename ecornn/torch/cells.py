@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +31,10 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Computes the states (B, H), or (H,), after one step from input (B, I), or (I,); see :meth:`_any_call`."""
-        if not torch.compiler.is_compiling() and _trains(self) and _is_left(self, input):
-            return _by_own(self, input, hx)
+        if not torch.compiler.is_compiling() and _is_left(self, input):
+            if torch.is_grad_enabled() and engine.known_engine(self) is not None:
+                suspect(engine.weights_of(self))  # bound layers read weights again: an optimizer may follow
+            return self.TORCH.forward(self, input, hx)
         return super().forward(input, hx)
 
     def _any_call(self, input: Any, hx: Any) -> Any:
@@ -130,25 +131,19 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
     return hx if isinstance(hx, (tuple, list)) and len(hx) == count else None
 
 
-def _trains(cell: Any) -> bool:
-    """Tells whether gradients of the cell's weights may be asked for."""
-    weight = cell._parameters.get("weight_hh")
-    return torch.is_grad_enabled() and weight is not None and weight.requires_grad
-
-
 def _is_left(cell: Any, input: Any) -> bool:
-    """Tells whether PyTorch's own cell trains this step: on a GPU, and where it is small."""
-    if not isinstance(input, torch.Tensor):
+    """Tells whether this step is PyTorch's own: of a training on a GPU, or a small one; and a large one on a GPU."""
+    weight = cell._parameters.get("weight_hh")  # computed if it is no parameter
+    if weight is None or not isinstance(input, torch.Tensor):
         return False
-    rows = input.numel() // max(1, cell.input_size)
-    return input.is_cuda or bool(rows * cell.hidden_size * (cell.input_size + cell.hidden_size) < cell.least)
-
-
-def _by_own(cell: Any, input: Any, hx: Any) -> Any:
-    """Calls PyTorch's own cell. Then bound layers, if there are any, read weights again: an optimizer may follow."""
-    if engine.known_engine(cell) is not None:
-        suspect(engine.weights_of(cell))
-    return cell.TORCH.forward(cell, input, hx)
+    trains = weight.requires_grad and torch.is_grad_enabled()
+    if not (trains or input.is_cuda):
+        return False
+    products = input.numel() // max(1, cell.input_size) * (cell.input_size + cell.hidden_size)  # of each gate and unit
+    if not input.is_cuda:
+        return bool(products * cell.hidden_size < cell.least)
+    work = products * weight.shape[0]
+    return bool(trains or work > MOST[1] or (work > MOST[0] and (input.dtype != torch.float32 or cell.tf32)))
 
 
 def _fits(cell: Any, weights: Sequence[torch.Tensor], input: Any, state: Sequence[Any]) -> bool:
@@ -165,7 +160,5 @@ def _fits(cell: Any, weights: Sequence[torch.Tensor], input: Any, state: Sequenc
         return False
     if device.type == "cpu":
         return True
-    exact = dtype == torch.float32 and not cell.tf32
-    work = math.prod(rows) * (weights[0].numel() + weights[1].numel())
-    return work <= MOST[exact] and not (torch.is_autocast_enabled("cuda") or derivatives(lambda: (
-        input, *state, *weights)) or engine.watched((input, *state, *weights)))
+    return not (torch.is_autocast_enabled("cuda") or derivatives(lambda: (input, *state, *weights))
+                or engine.watched((input, *state, *weights)))

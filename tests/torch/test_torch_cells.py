@@ -15,7 +15,7 @@ from torch_values import FORWARD, agree, double, flat
 
 import ecornn.torch
 from ecornn.errors import DerivativeError
-from ecornn.torch import engine, like_before
+from ecornn.torch import cells, engine, like_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 KINDS: list[tuple[str, dict[str, Any]]] = [("LSTMCell", {}), ("GRUCell", {}), ("RNNCell", {}),
@@ -310,6 +310,21 @@ def test_prepare_compiles_what_a_loop_calls(capsys: pytest.CaptureFixture[str]):
     assert ecornn.torch.prepare(model, torch.randn(T, B, I)) == 1
     assert "1 of 1 layers are compiled, gru T=1 B=4 I=7 H=11 float32" in capsys.readouterr().err
     assert type(model.cell) is ecornn.torch.GRUCell
+
+
+@pytest.mark.parametrize("name, dtype, rows, left", [
+    ("LSTMCell", torch.float16, 256, True), ("LSTMCell", torch.float16, 128, False),
+    ("GRUCell", torch.bfloat16, 256, True), ("RNNCell", torch.float16, 256, False),
+    ("LSTMCell", torch.float32, 256, False), ("LSTMCell", torch.float32, 512, True)])
+def test_large_steps_and_training_are_left_to_pytorch_on_a_gpu(name: str, dtype: torch.dtype, rows: int, left: bool,
+                                                               monkeypatch: pytest.MonkeyPatch):
+    """Before anything else is looked at."""
+    cell, x = getattr(ecornn.torch, name)(1024, 1024, dtype=dtype), torch.empty(rows, 1024, dtype=dtype)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert cells._is_left(cell, x) and not cells._is_left(cell, None)
+    with torch.no_grad():
+        assert cells._is_left(cell, x) == left
+    assert cells._is_left(cell.requires_grad_(False), x) == left
 
 
 # -- on a GPU -----------------------------------------------------------------------------------
