@@ -28,8 +28,8 @@ host: how long Python and the driver take from ``layer(x)`` until it returns. La
 computed takes next to nothing, without and with states. On a CPU one thread runs a call to its end: NumPy arrays, torch
 tensors, and the drop-in beside torch.nn; `entry` is the module's own function with the same arguments. On a GPU calls
 return before they have run: tensors of the GPU, the drop-in and torch.nn, blocks of calls between which the GPU is
-waited for, outside the time. Microseconds a call: p20, median and p80 of blocks of 50 calls, all sides in turns. Aims:
-`layer(x)` 25 at most, the drop-in 40.
+waited for, outside the time. `training`: forward and backward. Microseconds a call: p20, median and p80 of blocks
+of 50 calls, all sides in turns. Aims: `layer(x)` 25 at most, the drop-in 40.
 
 In all but host inputs are new in each round, but for the x of new weights. Outputs and gradients are compared with
 float64 first; with new weights ours are compared with PyTorch's in each round.
@@ -301,11 +301,19 @@ def sides_of(cell: str, steps: int, device: str) -> dict[str, Callable[[], Any]]
     found: dict[str, Callable[[], Any]] = {
         "tensor": lambda: layer(x), "tensor, states": lambda: layer(x, state),
         "drop-in": lambda: ours(x), "drop-in, states": lambda: ours(x, whole),
-        "torch.nn": lambda: theirs(x), "torch.nn, states": lambda: theirs(x, whole)}
+        "torch.nn": lambda: theirs(x), "torch.nn, states": lambda: theirs(x, whole),
+        "drop-in, training": partial(train_layer, ours, x), "torch.nn, training": partial(train_layer, theirs, x)}
     if device == "cpu":
         rows, before = x.numpy(), tuple(s.numpy() for s in state)
         found |= {"NumPy": lambda: layer(rows), "NumPy, states": lambda: layer(rows, before)}
     return found | {"entry": entry_of(layer, x)}
+
+
+def train_layer(layer: torch.nn.Module, x: torch.Tensor) -> None:
+    """Forward and backward."""
+    with torch.enable_grad():
+        layer(x)[0].sum().backward()
+    layer.zero_grad()
 
 
 def entry_of(layer: Any, x: torch.Tensor) -> Callable[[], Any]:

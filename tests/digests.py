@@ -5,8 +5,7 @@
 
 Of each layer four digests are kept. ``code``: kernels, letter for letter. ``structure``: the same with every name that
 the code itself defines replaced by its number, so that naming variables anew does not change it. ``host``: the host
-code that is generated to launch them. ``interface``: buffers, packings, entries and the order of calls.
-"""
+code that is generated to launch them. ``interface``: buffers, packings, entries and the order of calls."""
 
 import hashlib
 import json

@@ -3,8 +3,7 @@
     python tests/mutants.py            all of them, one after the other, in a copy of the checkout
     python tests/mutants.py lengths resets    those whose name has one of these words
 
-Prints what found each; exits with 1 where one survives, or where its line is no longer there.
-"""
+Prints what found each; exits with 1 where one survives, or where its line is no longer there."""
 
 import os
 import shutil

@@ -3,8 +3,7 @@
     python tests/sanitize.py [--output checks.txt] [--jobs 8] [--only persistent]
 
 Modules are compiled first; each check is a process of its own that loads one, runs it once and compares it with
-float64. Exits with 1 where anything is reported, wrong or missing.
-"""
+float64. Exits with 1 where anything is reported, wrong or missing."""
 
 import argparse
 import json

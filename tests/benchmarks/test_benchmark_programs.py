@@ -115,10 +115,6 @@ def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "- `cpu_sequence`: 2 modules" in text and "| LSTM 3x2x8x8 | float32 | cpu_sequence |" in text
 
 
-def test_every_module_of_the_grid_is_compiled_once():
-    assert len(compile_times.modules()) == 109
-
-
 @pytest.mark.parametrize("name", compare_programs.PROGRAMS)
 def test_every_program_runs(name: str):
     calls = [*compare_programs.PROGRAMS[name]("cpu")][1:]
@@ -166,13 +162,6 @@ def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
     assert "case=pytorch#149194" in told and "valid=0.5556" in told and "ecornn_us=2 [2, 2]" in told
 
 
-def test_lengths_of_the_issue():
-    assert compare_packed.triangular(9, 4).tolist() == [1, 4, 6, 9]
-    lengths = compare_packed.triangular(4000, 32)
-    assert (int(lengths[0]), int(lengths[-1])) == (1, 4000) and lengths.dtype == torch.int64
-    assert not set(compare_packed.ISSUE) & set(compare_packed.PACKED)
-
-
 def test_cases_of_columns():
     draws = []
     for seed in range(3):
@@ -188,15 +177,6 @@ def test_cases_of_columns():
     assert row["share"] == pytest.approx([0.91, 0.904, 0.916]) and row["columns_us"][0] == 2.0
     assert (row["cell"], row["H"], row["columns"]) == ("lstm", 512, 16)
     assert "columns=16" in compare_packed.told(row) and "share=0.91 [0.904, 0.916]" in compare_packed.told(row)
-
-
-def test_a_row_of_training_in_columns():
-    sides = [f"{side}{part}_us" for side in compare_packed.TRAINED for part in ("", "_step")]
-    draws = [{name: seed + 1.0 for name in (*sides, "cudnn_step_us", "share", "step_share")} | {"error": 1e-4}
-             for seed in range(3)]
-    row = compare_packed.of_draws(*compare_packed.CASES[0], draws)
-    assert row["columns_us"] == [2.0, 1.4, 2.6] and row["columns"] == compare_packed.CASES[0][1]
-    assert row["share"] == [2.0, 1.4, 2.6] and row["draws"] == draws
 
 
 LOOP = "\n".join([

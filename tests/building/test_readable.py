@@ -1,8 +1,7 @@
 """Generated code is what it was (where it is meant to change, tests/digests.py --renew), has the names of the step, and
 as code for people does what is compiled, uses what it declares, fits on a screen, and says what its phases are.
 
-    pytest tests/building/test_readable.py --renew    writes persistent_lstm.cu anew
-"""
+    pytest tests/building/test_readable.py --renew    writes persistent_lstm.cu anew"""
 
 import re
 from collections import Counter

@@ -135,8 +135,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     *(pytest.param(*case, id=name) for name, case in WRONG.items()),
     (extern, "made is a ExternOp; only te.compute is supported"),
     (scanned, "made is a ScanOp; only te.compute is supported"), (narrow_value, "narrow has 4 values a row"),
-    (residual, "needs an input size of H; here I = 4 and H = 6"), (neighbour, "must be read at [b, j]")],
-    ids=lambda v: getattr(v, "__name__", ""))
+    (residual, "needs an input size of H; here I = 4 and H = 6"), (neighbour, "must be read at [b, j]")])
 def test_errors_point_at_the_line(step: Any, words: str):
     with pytest.raises(CellError) as caught:
         analyse(faulty(step), 4, 6)

@@ -67,8 +67,7 @@ def difference(f: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
     What is left out is ``STEP ** 2 / 6`` times the third derivative, which a wider difference gives to a thousandth
     (``WIDE ** 2 / 4`` times the ratio of the fifth to the third, at most 99/4 x^-2, of rsqrt). Values err by OF_NUMPY
     of the largest number in them, which may be 1 beside a smaller result (sigmoid, acos). The roundings of what is
-    compared are as many, but not divided by STEP.
-    """
+    compared are as many, but not divided by STEP."""
     ahead, behind = x + STEP, x - STEP
     rounding = OF_NUMPY * np.maximum(1.0, np.maximum(np.abs(f(ahead)), np.abs(f(behind)))) / STEP
     third = (f(x + 2 * WIDE) - 2 * f(x + WIDE) + 2 * f(x - WIDE) - f(x - 2 * WIDE)) / (2 * WIDE**3)

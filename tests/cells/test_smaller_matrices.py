@@ -68,8 +68,7 @@ def test_what_is_exchanged_is_narrow():
 
 @pytest.mark.parametrize(("cell", "hidden", "weights", "limit"), [
     pytest.param(LowRank(5, whole=True), 40, "int8", 3e-2, marks=needs_vnni), (NarrowInput(3), 10, None, 2e-6),
-    *exhaustive((LowRank(3), 40, None, 2e-6), (Projected(), 33, "int16", 2e-4), (LowRank(17), 70, None, 2e-6))],
-    ids=name_of)
+    *exhaustive((LowRank(3), 40, None, 2e-6), (Projected(), 33, "int16", 2e-4), (LowRank(17), 70, None, 2e-6))])
 def test_on_a_cpu(cell: Cell, hidden: int, weights: str | None, limit: float):
     x, parameters, states = drawn(cell, hidden)
     y, last = formula(cell, x, states, parameters)

@@ -69,8 +69,7 @@ def of_magnitudes(v: Any, mean: Any, size: int) -> Any:
 
 
 @pytest.mark.parametrize(("variance", "phases"), [
-    (of_deviations, [(1, 0), (0, 1)]), (of_squares, [(1, 0), (0, 2)]), (of_magnitudes, [(1, 0), (0, 1), (0, 1)])],
-    ids=lambda v: getattr(v, "__name__", ""))
+    (of_deviations, [(1, 0), (0, 1)]), (of_squares, [(1, 0), (0, 2)]), (of_magnitudes, [(1, 0), (0, 1), (0, 1)])])
 def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
     cell, generator = Written(variance), np.random.default_rng(0)
     graph = analyse(cell, 5, 7)

@@ -75,8 +75,7 @@ def test_help_is_fast_and_importing_the_tuner_imports_no_compiler():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("names", [names for names in COMMANDS if names not in ((), ("log",), ("config",))],
-                         ids=" ".join)
+@pytest.mark.parametrize("names", [names for names in COMMANDS if names not in ((), ("log",), ("config",))])
 def test_every_command_that_finds_something_has_json(names):
     assert "--json" in run(*names, "--help")
 

@@ -2,8 +2,7 @@
 estimates; by `compile --emit step`, whose formulas are the cell's; and by `check-cell`, of cells that are served, that
 are not, and where something is wrong.
 
-    pytest tests/cli/test_explain.py --renew    writes the two texts of steps anew
-"""
+    pytest tests/cli/test_explain.py --renew    writes the two texts of steps anew"""
 
 import math
 import re
@@ -161,8 +160,7 @@ def test_the_text_is_readable_at_80_columns_and_names_every_parameter(cell: Cell
 
 
 @pytest.mark.parametrize("cell", [get("lstm"), get("gru_reset_before"), Chain(), Peephole(),
-                                  *(step_cells.CELLS[n] for n in ("gated", "pair", "highway", "leaky"))],
-                         ids=lambda c: c.name)
+                                  *(step_cells.CELLS[n] for n in ("gated", "pair", "highway", "leaky"))])
 def test_formulas_of_the_text_compute_the_step(cell: Cell):
     rng, hidden, batch = np.random.default_rng(0), 30, 4
     x, states = rng.normal(size=(batch, hidden)), [rng.normal(size=(batch, hidden)) for _ in cell.states]

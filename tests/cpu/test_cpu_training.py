@@ -1,8 +1,7 @@
 """The CPU's backward pass against a tape in float64: gradients in all combinations, of every cell, and tails.
 
 Of all combinations a few are made each time, in which every pair of choices occurs: in float64 also against
-differences, and twice, bit for bit. On a CPU rows of different lengths are ``lengths``, not columns.
-"""
+differences, and twice, bit for bit. On a CPU rows of different lengths are ``lengths``, not columns."""
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product

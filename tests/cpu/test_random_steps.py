@@ -1,7 +1,6 @@
 """Random steps trained on a CPU: results and gradients against a tape in float64, and never an error without a type.
 
-    ECORNN_RANDOM=1000:2000 pytest -n 0 -s -m exhaustive tests/cpu/test_random_steps.py    # prints figures
-"""
+    ECORNN_RANDOM=1000:2000 pytest -n 0 -s -m exhaustive tests/cpu/test_random_steps.py    # prints figures"""
 
 from collections import defaultdict
 from pathlib import Path

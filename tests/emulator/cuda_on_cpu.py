@@ -80,8 +80,7 @@ class Emulated:
     ----------
     lazy : asynchronous copies arrive only when they are waited for; otherwise at once
     ordered : as of :func:`compiled`
-    change : makes another text of the CUDA source
-    """
+    change : makes another text of the CUDA source"""
 
     def __init__(self, program: programs.Program, folder: Path, arch: str = "sm_90a", lazy: bool = True,
                  ordered: bool = False, change: Callable[[str], str] = str) -> None:
@@ -96,8 +95,7 @@ class Emulated:
         what else the entry left for others.
 
         ``masks``: ``lengths`` (B,), ``resets`` and ``sequences`` (T, B) for programs that read them; y has
-        ``directions`` times H elements a row. In a stack, states are by the part's label: ``l0_h``.
-        """
+        ``directions`` times H elements a row. In a stack, states are by the part's label: ``l0_h``."""
         steps, batch = x.shape[:2]
         (rows, hidden), given = next(iter(states.values())).shape, dict(masks or {})
         width = directions * hidden

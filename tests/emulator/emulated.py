@@ -73,8 +73,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     it is ``forward`` that runs, and what it keeps is compared, too.
 
     Lengths, resets and sequences, where the task has them, are drawn unless ``masks`` has them; x that is of no
-    sequence is NaN.
-    """
+    sequence is NaN."""
     w, graph, traversal = task.workload, task.graph, task.traversal
     assert schedule.check(task, config) is None
     sizes = (w.seq, batch or w.batch, w.input, w.hidden)
@@ -170,8 +169,7 @@ def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int],
 
     What is written holds NaN before, and has a guard behind it; workspaces hold nothing between the entries.
     ``made``: elements of those that have no extent; ``add``: gradients are added to ones, which results lack again;
-    ``apart``: what is kept stays as it is; else it is written over where the program allows that.
-    """
+    ``apart``: what is kept stays as it is; else it is written over where the program allows that."""
     program, kept = emulated.program, dict[str, Any]()
     memory = emulated.memory(steps, parameters, lambda b: np.full(parameters[b.state].size, 1.0 if add else np.nan)
                              if b.tensor == "gradient" else given.get(b.name, made.get(b.name)))

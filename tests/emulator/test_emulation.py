@@ -1,8 +1,7 @@
 """The emulation itself: faults of a kernel end in an error, and no fence of blocks that exchange can be dropped.
 
 Fences, releases and acquires are dropped one by one, but where others make up for one: then these together. It does not
-see the order of shared memory between blocks of a cluster, which mbarriers count, and wgmma.fence.
-"""
+see the order of shared memory between blocks of a cluster, which mbarriers count, and wgmma.fence."""
 
 import ctypes
 import re

@@ -1,7 +1,6 @@
 """Pages in Chromium, by its command line alone: pictures of them, and what a script finds in them.
 
-    python tests/helpers/chromium.py FOLDER PAGE.html...    FOLDER/PAGE-390-light.png, -390-dark, -1280-light ...
-"""
+    python tests/helpers/chromium.py FOLDER PAGE.html...    FOLDER/PAGE-390-light.png, -390-dark, -1280-light ..."""
 
 import functools
 import html

@@ -5,8 +5,7 @@ parameters by name in te shape) to y (T, B, H) and the last states. ``in_float64
 
 The limit is twice the error of ``library``, which has the roundings that nobody who computes in that type gets around:
 of what products multiply, and of the state that is y. These are random, and a small layer may get around them all: the
-limit is at least what the last rounding alone may do.
-"""
+limit is at least what the last rounding alone may do."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

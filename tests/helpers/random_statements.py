@@ -49,8 +49,7 @@ class Drawing:
         ("groups", kind, source)            mean, largest, normalized, softmax of the unit's own group
         ("narrow", source, bent)            products to half as many values, and back; between them perhaps a tanh
         ("input", name)                     a sequence beside x
-        ("pointwise", expression)           arithmetic at a unit
-    """
+        ("pointwise", expression)           arithmetic at a unit"""
 
     def __init__(self, rng: np.random.Generator, states: int, more: bool = False, whole: bool = False) -> None:
         self.rng, self.more, self.whole = rng, more, whole

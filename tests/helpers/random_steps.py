@@ -2,8 +2,7 @@
 
 A step is drawn as statements, which are carried out twice: as te, and on arrays of ``ecornn.numpy_gradients``.
 ``Drawn.sample()`` gives arguments in which no comparison is near enough to a tie for float32 to decide otherwise, and
-whose gradients do not depend on the last digits.
-"""
+whose gradients do not depend on the last digits."""
 
 import operator
 from collections.abc import Callable, Iterator, Mapping

@@ -142,8 +142,7 @@ class FakeGPU:
     """A GPU's module of this manifest with the C interface alone, and host memory in place of the GPU's.
 
     ``pack`` packs weights on the device, if it is not None; ``library`` is as the runtime loads it, ``held`` has memory
-    that is not freed by address, ``waits`` streams that were waited for.
-    """
+    that is not freed by address, ``waits`` streams that were waited for."""
 
     def __init__(self, manifest: Manifest, folder: Path, pack: Callable[..., None] | None) -> None:
         self.held: dict[int, tuple[Any, int]] = {}

@@ -368,8 +368,7 @@ def test_the_fence_between_copies_and_products(tmp_path, dropped):
     assert right != dropped
 
 
-@pytest.mark.parametrize("schedule", [Persistent(), pytest.param(LayoutTransform(), marks=pytest.mark.exhaustive)],
-                         ids=["persistent", "step"])
+@pytest.mark.parametrize("schedule", [Persistent(), pytest.param(LayoutTransform(), marks=pytest.mark.exhaustive)])
 def test_sums_are_of_values_before_tf32_rounds_them(tmp_path, schedule):
     """One step from zeros: all products are zero, so that what is summed is exact but for float32."""
     sizes = T, B, _, H = 1, 9, 5, 24

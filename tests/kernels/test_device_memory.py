@@ -239,8 +239,7 @@ def test_parameters_of_several_launches(library: Any):
     assert check(library, cases, parameters) == 2
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"split": (1, 2, 16), "order": (0, 2, 1)}],
-                         ids=["kind", "rows"])
+@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"split": (1, 2, 16), "order": (0, 2, 1)}])
 def test_packings_that_the_kernel_cannot_do(library: Any, changes: dict[str, Any]):
     packing = Packing((("w", 0),), (1, 4, 8), (1, 4, 8), (0, 1, 2), "float32")
     weights = {"w": np.ones((1, 4, 8), np.float32)}

@@ -1,8 +1,7 @@
 """Training steps of GPU programs, emulated, against float64: what forward keeps for backward; layers and directions of
 stacks; sequences in columns, each of them apart; random cells, against a tape over their formulas.
 
-    ECORNN_RANDOM=200:700 python -m pytest -s -m exhaustive tests/kernels/test_training_emulated.py -k many
-"""
+    ECORNN_RANDOM=200:700 python -m pytest -s -m exhaustive tests/kernels/test_training_emulated.py -k many"""
 
 import tempfile
 from dataclasses import replace as changed

@@ -2,8 +2,7 @@
 computed in many ways, shared weights, bodies.
 
     ECORNN_RANDOM=1000:1300 python -m pytest -m exhaustive -s tests/onnx/test_random_onnx.py
-    PYTHONPATH=tests/helpers python tests/onnx/test_random_onnx.py 17     # what model 17 is made of
-"""
+    PYTHONPATH=tests/helpers python tests/onnx/test_random_onnx.py 17     # what model 17 is made of"""
 
 import sys
 from collections.abc import Callable

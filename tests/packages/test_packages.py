@@ -23,8 +23,7 @@ def check(model: torch.nn.Module, run: Callable[[Any, Callable[[Any], Any]], Any
     training step, with those of the model itself in float64, or in ``kind`` where the package has no other.
 
     ``run(model, cast)`` calls the model; ``cast`` makes of floating-point tensors, also in containers, those of the
-    model's type. Where the package itself is further from float64 than the limits, twice that far is near enough.
-    """
+    model's type. Where the package itself is further from float64 than the limits, twice that far is near enough."""
     exact, plain = copy.deepcopy(model).to(kind), copy.deepcopy(model)
     report = ecornn.torch.replace(model)
     assert report.swapped == swapped, str(report)

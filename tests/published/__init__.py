@@ -1,8 +1,7 @@
 """Published cells as a user would write them, each with its formula in NumPy float64, apart from the te step.
 
 By family: ``additive`` ones have no product of a state, ``continuous`` ones are steps of differential equations,
-``attention`` has softmaxes over units. Parameters that a paper has as one scalar are vectors here.
-"""
+``attention`` has softmaxes over units. Parameters that a paper has as one scalar are vectors here."""
 
 from published import additive, attention, continuous, grus, heads, lstms, memories, multiplicative, spiking
 from published.base import Published

@@ -18,8 +18,7 @@ class Published(Cell):
     ``numpy(x, *states, **parameters)`` is its step on arrays: x (B, I), states (B, H) in their order, and parameters
     (G, H, K) and (G, H), to the new states in their order, and behind them outputs that are none. ``hidden``: an H that
     it can have. ``square``: it reads x at each unit, so that I = H. ``ranges``: where the values of some parameters are
-    drawn from, instead of around 0. ``fixed``: of those that are no weights, the values (G, H[, K]) for H.
-    """
+    drawn from, instead of around 0. ``fixed``: of those that are no weights, the values (G, H[, K]) for H."""
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
     hidden: ClassVar[int] = 7

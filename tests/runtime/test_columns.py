@@ -167,8 +167,7 @@ def test_sequences_that_wrap_around_elsewhere_are_refused(layer: Layer):
 
 @pytest.mark.parametrize(("groups", "stack", "together"), [
     ([1], {}, 24), ([2], {}, 12), ([3], {}, 8), ([2, 2], {"bidirectional": True}, 12),
-    ([1, 3], {"bidirectional": True}, 8), ([1, 1], {"bidirectional": True}, 24), ([2, 3], {"bidirectional": True}, 4)],
-    ids=str)
+    ([1, 3], {"bidirectional": True}, 8), ([1, 1], {"bidirectional": True}, 24), ([2, 3], {"bidirectional": True}, 4)])
 def test_groups_that_every_part_of_a_stack_has(groups: list[int], stack: dict[str, bool], together: int):
     config = {"units": 16, "warps": 2, "gate_warps": 2, "chains": 1, "registers": 100, "interleave": 0, "ahead": 100,
               "fences": "rare", "hoisted": "float32", "carrier": "l2", "math": "fast"}

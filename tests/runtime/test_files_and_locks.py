@@ -102,8 +102,7 @@ def test_who_waits_takes_what_a_third_process_has_made(root: Path, monkeypatch: 
     assert found == [b"third"]
 
 
-@pytest.mark.parametrize("write", [lambda path: log.append(path, RECORD), lambda path: log.rewrite(path, lambda _: [])],
-                         ids=["append", "rewrite"])
+@pytest.mark.parametrize("write", [lambda path: log.append(path, RECORD), lambda path: log.rewrite(path, lambda _: [])])
 def test_a_log_that_a_stopped_process_holds_is_an_error(write, root, monkeypatch):
     monkeypatch.setattr(log, "LIMIT", 0.3)
     path = root.parent / "log.jsonl"

@@ -4,8 +4,7 @@
 
 interrupts a program with an executor at every call and return of its main thread, one in each turn, and prints at how
 many points it did, where no KeyboardInterrupt came of it, and after which of them the executor's threads never ended. A
-real signal comes at the same points; in fifty thousand tries it came once at a bad one.
-"""
+real signal comes at the same points; in fifty thousand tries it came once at a bad one."""
 
 import contextlib
 import itertools

@@ -233,8 +233,7 @@ BUFFERS = sample.manifest().buffers
     (*BUFFERS, Buffer("z", "other", "float32")), (*BUFFERS, Buffer("z", "given", "float32", tensor="other")),
     (*BUFFERS, Buffer.of("state_in", "float32", "b")), (*BUFFERS, Buffer("k", "kept", "float32", Extent(1))),
     tuple(msgspec.structs.replace(b, role="made") if b.tensor == "x" else b for b in BUFFERS),
-    tuple(msgspec.structs.replace(b, part=1) if b.tensor == "y" else b for b in BUFFERS)],
-    ids=["x alone", "cut", "two x", "role", "tensor", "state", "kept", "x made", "part"])
+    tuple(msgspec.structs.replace(b, part=1) if b.tensor == "y" else b for b in BUFFERS)])
 def test_programs_with_other_buffers(buffers: tuple[Buffer, ...]):
     with pytest.raises(ModuleError, match="do not fit states"):
         entry_plan(sample.manifest(buffers=buffers), RUN)

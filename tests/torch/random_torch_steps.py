@@ -1,7 +1,6 @@
 """Random steps that are written in PyTorch: modules with several spellings of everything.
 
-``draw(seed)`` makes a module and says how :func:`ecornn.torch.cell` is called for it, and what must come of it.
-"""
+``draw(seed)`` makes a module and says how :func:`ecornn.torch.cell` is called for it, and what must come of it."""
 
 import random
 from collections.abc import Callable

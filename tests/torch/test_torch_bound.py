@@ -214,18 +214,12 @@ def test_weights_that_come_and_go_leave_nothing(monkeypatch: pytest.MonkeyPatch)
     assert known.of({id(w) for w in weights}) == {stays}
 
 
-def test_fewer_rows_use_what_was_compiled(gpu: Any):
-    layers, weights = BoundLayers(KIND), weights_of()
-    first = call(layers, weights, 8)
-    assert call(layers, weights, 3) is first
-    assert call(layers, weights, 9) is not first and [spec.batch for spec in gpu.specs] == [8, 16]
-
-
 def test_requests_of_any_batch_share_few_modules(gpu: Any):
     """On a GPU one of 16 rows takes a single row in at most 1.2 times the time of its own; on a CPU it does not."""
-    for cpu, rooms in ((False, [9, 16, 32, 128, 256]), (True, [9, 16, 1, 2, 32, 128, 256])):
+    for cpu, trained, rooms in ((False, BoundLayers(KIND), [9, 16, 32, 128, 256]), (False, None, [9, 16, 32, 128, 256]),
+                                (True, BoundLayers(KIND), [9, 16, 1, 2, 32, 128, 256])):
         gpu.specs.clear()
-        layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
+        layers, weights = BoundLayers(KIND, trained), weights_of()
         for batch in (9, 12, 1, 2, 9, 5, 16, 20, 100, 60, 17, 200):
             layers.give(layers.take(weights, x_of(batch, is_cpu=cpu), (300, batch)))
         assert [spec.batch for spec in gpu.specs] == rooms

@@ -2,8 +2,7 @@
 
 As a program: one of the two processes, which train a stack with the same weights, each on half of the batch.
 
-    python tests/torch/test_torch_distributed.py RANK FILE
-"""
+    python tests/torch/test_torch_distributed.py RANK FILE"""
 
 import os
 import subprocess

@@ -292,8 +292,7 @@ def test_a_layer_is_what_it_was(name: str, fullgraph: bool, one_thread: None):
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
 @pytest.mark.parametrize("layer", [lambda: Own(I, H, note="kept"), lambda: torch.nn.GRU(I, H),
-                                   lambda: OwnCell(I, H), lambda: torch.nn.LSTMCell(I, H)],
-                         ids=["own", "GRU", "own cell", "LSTMCell"])
+                                   lambda: OwnCell(I, H), lambda: torch.nn.LSTMCell(I, H)])
 def test_copies(layer: Any, how: str):
     kind = type(plain := layer())
     model, (x, weight) = compiled(plain), parts_of(plain)

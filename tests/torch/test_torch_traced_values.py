@@ -1,8 +1,7 @@
 """What steps that are written in PyTorch compute as cells: random ones and some others, which are the module's loop,
 values and gradients through several steps, or an error of ours; and each operator.
 
-    ECORNN_RANDOM=0:500 python -m pytest -m exhaustive -s tests/torch/test_torch_traced_values.py
-"""
+    ECORNN_RANDOM=0:500 python -m pytest -m exhaustive -s tests/torch/test_torch_traced_values.py"""
 
 import collections
 import warnings

@@ -237,22 +237,17 @@ def test_who_asks_for_states_has_them():
     assert LSTM(3, 4, keep="states").keep == Recurrent("gru", 3, 4, keep="states").keep == "states"
 
 
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-@pytest.mark.parametrize("layers, both", [(1, False), (2, True)])
-def test_a_step_by_addresses_is_the_checked_one(kind: str, layers: int, both: bool):
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one", "four"])
+def test_a_step_by_addresses_is_the_checked_one(name: str, options: dict[str, Any]):
     """Value by value, for whatever gradients there are, and arguments that do not lie as a module reads them."""
-    layer = getattr(ecornn.torch, kind)(I, H, layers, bidirectional=both)
-    one, weights = engine.engine_of(layer), engine.weights_of(layer)
-    x, states = torch.randn(B, T, I).transpose(0, 1), 2 if kind == "LSTM" else 1
-    for given in (0, states):
-        state = [torch.randn(layers * (1 + both), B, H) for _ in range(given)]
-        found, wanted = one.quick_forward(weights, x, state), one.forward(weights, x, state, None)
-        same(found[:-1], wanted[:-1])
-        y, *after, kept = found
+    layer, x = getattr(ecornn.torch, name)(I, H, **options), torch.randn(B, T, I).transpose(0, 1)
+    one, weights, first = engine.engine_of(layer), engine.weights_of(layer), flat(layer(x)[1])
+    for state in ((), [torch.randn_like(s) for s in first]):
+        y, *after, kept = one.quick_forward(weights, x, state)
+        same([y, *after], one.forward(weights, x, state, None)[:-1])
         for dy in (torch.ones(1).expand(y.shape), torch.randn(*y.shape, 2)[..., 0], None):
-            gradients = [dy, *[None, torch.randn_like(after[-1])][-states:]]
-            for want_state in (False, True):
-                quick = one.quick_backward(weights, x, state, y, kept, gradients, want_state)
-                checked = one.backward(weights, x, state, None, y, kept, gradients, want_state)
-                assert [g is None for g in quick] == [g is None for g in checked]
-                same([g for g in quick if g is not None], [g for g in checked if g is not None])
+            for dstates, wanted in ((first, True), ([None] * len(first), False)):
+                found, checked = ([g for g in backward(weights, x, state, *masks, y, kept, [dy, *dstates], wanted)]
+                                  for backward, *masks in ((one.quick_backward,), (one.backward, None)))
+                assert [g is None for g in found] == [g is None for g in checked]
+                same([g for g in found if g is not None], [g for g in checked if g is not None])

@@ -118,8 +118,7 @@ class Plus(_Walk):
     ("lstm", OneMore), ("lstm(peepholes)", OneMore), ("lstm(layer_norm)", Plus),
     *(pytest.param(cell, walk, marks=pytest.mark.exhaustive) for cell, walk in (
         ("lstm", OneLess), ("lstm(peepholes,coupled)", Plus), ("gated", OneMore), ("gated", OneLess),
-        ("gated", Plus)))],
-    ids=lambda v: getattr(v, "__name__", v))
+        ("gated", Plus)))])
 def test_the_check_of_candidates_sees_an_error_of_the_analysis(tmp_path, monkeypatch, cell, walk):
     """The tuner's own check, of modules made by the analysis as it is, and by one with an error."""
     found, work = step_cells.CELLS.get(cell) or get(cell), Workload(cell, 12, 10, 2, 5)

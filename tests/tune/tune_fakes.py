@@ -2,8 +2,7 @@
 
 The worker functions run in real worker processes; the configuration's ``behaviour`` says what they
 do: ``ok``, ``wrong``, ``fickle`` (wrong from the second run on), ``raise``, ``crash`` and ``hang`` (when run),
-``slow_build`` and ``bad_build``.
-"""
+``slow_build`` and ``bad_build``."""
 
 import ctypes
 import json
