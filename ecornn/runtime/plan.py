@@ -142,7 +142,7 @@ class AddressedCall:
         scalars, queue = (steps, batch, layer.device, layer.threads), [] if self._on_cpu else [SCALARS - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
-        fixed |= {position: 0 for name, positions in plan.at.items() if name not in tensors for position in positions}
+        fixed |= {position: 0 for name in manifest.optional or () if name not in tensors for position in plan.at[name]}
         fixed |= dict.fromkeys(plan.at.get("existing", ()), int(add))
         self._fixed = (*fixed.values(),)
         count, size = manifest.stack.count, batch * manifest.workload.hidden * manifest.workload.itemsize

@@ -176,6 +176,22 @@ class BoundLayers:
             one.busy += fits
         return fits
 
+    def take_again(self, one: BoundLayer, weights: Sequence[torch.Tensor], x: Any, packs: int,
+                   states: bool) -> BoundLayer:
+        """Takes for a backward pass the layer of its forward pass, ``one``, which had packed ``packs`` times. If it
+        has others' weights by now it packs these again, or another layer of the same module does."""
+        with self._lock:
+            if one.packs != packs:
+                here = [bound for key, bound in self._bound.items() if key[-1] == _where(x)]
+                if one.busy or not any(one is each for bound in here for each in bound.values()):
+                    one = BoundLayer(self._kind, one.layer.module, weights, x)
+                else:
+                    one.pack(weights)
+            if states and one.packing.due:
+                one.packing.pack_for_states()
+            one.busy += 1
+        return one
+
     def give(self, one: BoundLayer) -> None:
         with self._lock:
             one.busy -= 1

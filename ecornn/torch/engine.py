@@ -23,7 +23,8 @@ from ecornn.errors import ArgumentError, DTypeError, WeightsError
 from ecornn.runtime.columns import Columns
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.plan import kept_layout
-from ecornn.torch.bound import BoundLayers
+from ecornn.torch.bound import BoundLayer, BoundLayers
+from ecornn.torch.by_address import LayerStep
 from ecornn.torch.compiling import KEPT, NAMES, Job, compiled, precision_of
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.snapshot import Snapshot, replayed, suspect
@@ -55,6 +56,18 @@ def watched(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 # -- engines ------------------------------------------------------------------------------------
+class Passes:
+    """The layer ``one`` of a forward pass, which had packed ``packs`` times then, for the backward pass: modules may
+    come in between, and what one of them keeps is not what another one reads."""
+
+    one: BoundLayer | None = None
+    packs = 0
+
+
+def _captured(x: torch.Tensor) -> bool:
+    return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class Engine:
     """The compiled layers of one torch module, or of the weights that the operator is given."""
 
@@ -76,7 +89,7 @@ class Engine:
         check_type(x, weights[0])
         one = self.inference.take(weights, x, (steps, batch), masks)
         try:
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            if _captured(x):
                 self._captured.add(one.layer)
             yield one.layer
         finally:
@@ -97,64 +110,56 @@ class Engine:
             return self.results(*layer(x, self.given(state), **masks))
 
     def forward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
-                lengths: torch.Tensor | Columns | None) -> list[torch.Tensor]:
-        """The results of :meth:`run`, and the bytes that :meth:`backward` reads; ``lengths`` may be columns of x."""
+                lengths: torch.Tensor | Columns | None, passes: Passes | None = None) -> list[torch.Tensor]:
+        """The results of :meth:`run`, and the bytes that :meth:`backward` reads; ``lengths`` may be columns of x.
+        ``passes``: notes the layer for the way back; a module's call and autograd have checked the arguments then."""
         steps, batch = x.shape[:2]
         masks = masks_of(lengths)
-        with torch.no_grad(), self.training(weights, x, "".join(masks), states=False) as layer:
-            kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
-            y, after, _ = layer.forward(x, self.given(state), **masks, memory=kept)
-            # autograd lets nobody write to views of what several are returned of
-            return [*(t.data if t._is_view() else t for t in self.results(y, after)), kept]
+        one = self.trained.take(weights, x, (steps, batch), "".join(masks), states=False)
+        try:
+            if passes is not None:
+                passes.one, passes.packs = one, one.packs
+                if (step := self._by_address(one, x, lengths)) is not None:
+                    return step.forward(x, state)
+            with torch.no_grad():
+                kept = x.new_empty(one.layer.kept_bytes(steps, batch), dtype=torch.uint8)
+                y, after, _ = one.layer.forward(x, self.given(state), **masks, memory=kept)
+                # autograd lets nobody write to views of what several are returned of
+                return [*(t.data if t._is_view() else t for t in self.results(y, after)), kept]
+        finally:
+            self.trained.give(one)
 
     def backward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
                  lengths: torch.Tensor | Columns | None, y: torch.Tensor, kept: torch.Tensor,
-                 gradients: Sequence[torch.Tensor | None], want_state: bool = True) -> list[Any]:
+                 gradients: Sequence[torch.Tensor | None], want_state: bool = True,
+                 passes: Passes | None = None) -> list[Any]:
         """Gradients of x, ``state``, None unless ``want_state``, and the weights, from those of y and last states."""
         kind, masks, wanted = self.kind, masks_of(lengths), want_state and bool(state)
-        with torch.no_grad(), self.training(weights, x, "".join(masks), again=True, states=wanted) as layer:
-            memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
-            again = layer.kept_in(memory, x, kind.widened(y), self.given(state), **masks)
-            dy, *dstates = gradients
-            computed = layer.backward(again, None if dy is None else kind.widened(dy), self.given(dstates),
-                                      want_state=wanted)
-            suspect(weights)  # an optimizer may come next
-            before = self.states(computed.state) if wanted else [None] * len(state)
-            found = computed.x, *before, *kind.gradients(computed.weights)
-            return [g if g is None else g.to(of.dtype) for g, of in zip(found, (x, *state, *weights), strict=True)]
-
-    # the same for arguments that a call of a module or autograd has checked, without masks
-    def quick_forward(self, weights: Sequence[torch.Tensor], x: torch.Tensor,
-                      state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not self._by_address(x):
-            return self.forward(weights, x, state, None)
-        one = self.trained.take(weights, x, x.shape[:2], states=False)
+        if passes is None or passes.one is None or _captured(x):  # a graph packs what it reads
+            one = self.trained.take(weights, x, x.shape[:2], "".join(masks), again=True, states=wanted)
+        else:
+            one = self.trained.take_again(passes.one, weights, x, passes.packs, wanted)
         try:
-            if (step := one.step(*x.shape[:2])) is not None:
-                return step.forward(x, state)
-        finally:
-            self.trained.give(one)
-        return self.forward(weights, x, state, None)
-
-    def quick_backward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
-                       y: torch.Tensor, kept: torch.Tensor, gradients: Sequence[torch.Tensor | None],
-                       want_state: bool) -> list[Any]:
-        if not self._by_address(x):
-            return self.backward(weights, x, state, None, y, kept, gradients, want_state)
-        wanted = want_state and bool(state)
-        one = self.trained.take(weights, x, x.shape[:2], again=True, states=wanted)
-        try:
-            step = one.step(*x.shape[:2])
-            assert step is not None  # as it was for forward
-            found = step.backward(x, state, y, kept, gradients, wanted)
+            if passes is not None and (step := self._by_address(one, x, lengths)) is not None:
+                found = step.backward(x, state, y, kept, gradients, wanted)
+            else:
+                with torch.no_grad():
+                    memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been in a file or on the host
+                    again = one.layer.kept_in(memory, x, kind.widened(y), self.given(state), **masks)
+                    dy, *dstates = gradients
+                    computed = one.layer.backward(again, None if dy is None else kind.widened(dy), self.given(dstates),
+                                                  want_state=wanted)
+                    before = self.states(computed.state) if wanted else [None] * len(state)
+                    found = [computed.x, *before, *kind.gradients(computed.weights)]
         finally:
             self.trained.give(one)
         suspect(weights)  # an optimizer may come next
         return [g if g is None or g.dtype is of.dtype else g.to(of.dtype)
                 for g, of in zip(found, (x, *state, *weights), strict=True)]
 
-    def _by_address(self, x: torch.Tensor) -> bool:
-        return not (self.kind.projection or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+    def _by_address(self, one: BoundLayer, x: torch.Tensor, lengths: Any) -> LayerStep | None:
+        """A step of the layer that checks nothing; None where there is none of that kind."""
+        return None if lengths is not None or self.kind.projection or _captured(x) else one.step(*x.shape[:2])
 
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
         """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ecornn.boundary import public
 from ecornn.errors import DerivativeError
 from ecornn.runtime.columns import Columns
-from ecornn.torch.engine import Engine, engine_for, kept_bytes
+from ecornn.torch.engine import Engine, Passes, engine_for, kept_bytes
 from ecornn.torch.kind import Kind, kind_of
 
 Tensors = list[torch.Tensor]
@@ -111,9 +111,8 @@ class RecurrentForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, states: int, lengths: Any, x: torch.Tensor,
                 *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        weights, state = rest[states:], rest[:states]
-        *outputs, kept = (engine.quick_forward(weights, x, state) if lengths is None else
-                          engine.forward(weights, x, state, lengths))
+        ctx.passes = Passes()
+        *outputs, kept = engine.forward(rest[states:], x, rest[:states], lengths, ctx.passes)
         ctx.engine, ctx.states, ctx.columns = engine, states, lengths if isinstance(lengths, Columns) else None
         ctx.save_for_backward(x, outputs[0], kept, lengths if ctx.columns is None else None, *rest)
         ctx.set_materialize_grads(ctx.columns is not None)
@@ -127,9 +126,8 @@ class RecurrentForward(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
             masks, wanted = ctx.columns if lengths is None else lengths, any(needed[1:1 + ctx.states])
-            computed = each(lambda given: engine.quick_backward(weights, x, state, y, kept, given, wanted)
-                            if masks is None else
-                            engine.backward(weights, x, state, masks, y, kept, given, wanted), gradients)
+            computed = each(lambda given: engine.backward(weights, x, state, masks, y, kept, given, wanted, ctx.passes),
+                            gradients)
         elif ctx.columns is not None:
             computed = ColumnsBackward.apply(engine, ctx.columns, ctx.states, len(gradients), *gradients, x, y, kept,
                                              *rest)

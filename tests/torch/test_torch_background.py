@@ -22,7 +22,7 @@ from torch_values import BACKWARD, close, flat
 import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError, ScheduleError, ShapeError
-from ecornn.torch import compiling, snapshot
+from ecornn.torch import by_address, compiling, snapshot
 from ecornn.worker import WorkerError
 
 
@@ -165,6 +165,24 @@ def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Com
         engine = ecornn.torch.engine.engine_of(ours)
         (call,) = [call for call in engine.calls.values() if call is not None and call.one is not None]
         assert call.one.layer.manifest.workload.batch == 2  # remembered is the module that is right
+
+
+def test_a_step_goes_back_by_the_module_that_it_went_forward_by(compilers: Compilers):
+    """Though its own is there by then, and whatever that module's layer has packed in between."""
+    theirs, ours = pair(torch.nn.GRU, 6, 7)
+    gradients(ours, torch.randn(3, 12, 6))
+    compilers.go()
+    x, others = torch.randn(3, 2, 6), {name: torch.randn_like(p) for name, p in ours.named_parameters()}
+    y = ours(x)[0]
+    layer = y.grad_fn.passes.one.layer
+    assert compilers.go() == 1 and (layer.manifest.workload.batch, compilers.asked[1].spec.batch) == (12, 2)
+    torch.func.functional_call(ours, others, (torch.randn(3, 12, 6),))
+    ours.zero_grad()
+    back = by_address.LayerStep.backward
+    with patch.object(by_address.LayerStep, "backward", autospec=True, side_effect=back) as used:
+        y.square().sum().backward()
+    assert used.call_args.args[0]._layer is layer
+    close([p.grad for p in ours.parameters()], gradients(theirs, x)[1:], BACKWARD)
 
 
 def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):

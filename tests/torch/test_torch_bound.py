@@ -424,11 +424,11 @@ def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: An
 def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.manual_seed(0)
     library = torch.nn.LSTM(I, H, 2, bidirectional=True)
-    def forward(engine, weights, x, state, columns):
+    def forward(engine, weights, x, state, columns, passes):
         called.append(engine)
         return [*by_torch(engine.library, engine.names, columns, (x, *state, *weights)), x.new_empty(0)]
 
-    def backward(engine, weights, x, state, columns, y, kept, gradients, want_state=True):
+    def backward(engine, weights, x, state, columns, y, kept, gradients, want_state=True, passes=None):
         with torch.enable_grad():
             tensors = [t.detach().requires_grad_() for t in (x, *state, *weights)]
             return torch.autograd.grad(by_torch(engine.library, engine.names, columns, tensors), tensors, gradients)

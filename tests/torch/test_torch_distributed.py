@@ -48,11 +48,11 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
     def watched(engine: Any, weights: Any, *arguments: Any, **named: Any) -> Any:
         happened.append(f"backward of {len(weights)}")
         return backward(engine, weights, *arguments, **named)
-    backward, Engine.quick_backward = Engine.quick_backward, watched
+    backward, Engine.backward = Engine.backward, watched
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     parallel.register_comm_hook(None, lambda _, bucket: send(bucket))
     train(parallel, xs, happened)
-    Engine.quick_backward = backward
+    Engine.backward = backward
     return {name: value.clone() for name, value in model.state_dict().items()}, happened
 
 

@@ -243,11 +243,11 @@ def test_a_step_by_addresses_is_the_checked_one(name: str, options: dict[str, An
     layer, x = getattr(ecornn.torch, name)(I, H, **options), torch.randn(B, T, I).transpose(0, 1)
     one, weights, first = engine.engine_of(layer), engine.weights_of(layer), flat(layer(x)[1])
     for state in ((), [torch.randn_like(s) for s in first]):
-        y, *after, kept = one.quick_forward(weights, x, state)
+        y, *after, kept = one.forward(weights, x, state, None, passes := engine.Passes())
         same([y, *after], one.forward(weights, x, state, None)[:-1])
         for dy in (torch.ones(1).expand(y.shape), torch.randn(*y.shape, 2)[..., 0], None):
             for dstates, wanted in ((first, True), ([None] * len(first), False)):
-                found, checked = ([g for g in backward(weights, x, state, *masks, y, kept, [dy, *dstates], wanted)]
-                                  for backward, *masks in ((one.quick_backward,), (one.backward, None)))
+                found, checked = (one.backward(weights, x, state, None, y, kept, [dy, *dstates], wanted, given)
+                                  for given in (passes, None))
                 assert [g is None for g in found] == [g is None for g in checked]
                 same([g for g in found if g is not None], [g for g in checked if g is not None])
