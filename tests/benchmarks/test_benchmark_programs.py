@@ -162,23 +162,6 @@ def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
     assert "case=pytorch#149194" in told and "valid=0.5556" in told and "ecornn_us=2 [2, 2]" in told
 
 
-def test_cases_of_columns():
-    draws = []
-    for seed in range(3):
-        lengths = np.random.default_rng(seed).integers(1, 301, 32)
-        found = compare_packed.laid(lengths, 16, 8)
-        least = max(int(lengths.max()), -(-int(lengths.sum()) // 16))
-        steps = {name: len(columns.table) / least for name, columns in found.items()}
-        assert 1 <= steps["columns"] < 1.01 < steps["whole"]
-        draws.append({f"{side}_us": seed + 1.0 for side in compare_packed.SIDES} | {
-            "share": 0.9 + seed / 100, "whole_share": 0.8, "steps": steps, "together": 8})
-    shape, width = compare_packed.CASES[0]
-    row = compare_packed.of_draws(shape, width, draws)
-    assert row["share"] == pytest.approx([0.91, 0.904, 0.916]) and row["columns_us"][0] == 2.0
-    assert (row["cell"], row["H"], row["columns"]) == ("lstm", 512, 16)
-    assert "columns=16" in compare_packed.told(row) and "share=0.91 [0.904, 0.916]" in compare_packed.told(row)
-
-
 LOOP = "\n".join([
     ".LBB0_1:", *["\tvfmadd231ps\t%zmm1, %zmm2, %zmm3"] * 6, *["\tvfnmadd231ps\t%zmm1, %zmm2, %zmm4"] * 4,
     *["\tvaddps\t(%rax){1to16}, %zmm1, %zmm2"] * 3, *["\tvsubps\t%zmm5, %zmm1, %zmm2"] * 2,

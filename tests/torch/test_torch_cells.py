@@ -325,7 +325,6 @@ def test_large_steps_and_training_are_left_to_pytorch_on_a_gpu(name, dtype, most
 
 # -- on a GPU -----------------------------------------------------------------------------------
 def on_gpu(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any, torch.Tensor]:
-    """PyTorch's cell in float64 and ours on a GPU, and inputs."""
     exact, ours = pair(name, **options)
     load(exact, ours.to("cuda", dtype))
     return exact.cuda(), ours, torch.randn(T, B, I, device="cuda", dtype=dtype)
