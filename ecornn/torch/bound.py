@@ -182,8 +182,9 @@ class BoundLayers:
         has others' weights by now it packs these again, or another layer of the same module does."""
         with self._lock:
             if one.packs != packs:
-                here = [bound for key, bound in self._bound.items() if key[-1] == _where(x)]
-                if one.busy or not any(one is each for bound in here for each in bound.values()):
+                where = _where(x)
+                here = [each for key, bound in self._bound.items() if key[-1] == where for each in bound.values()]
+                if one.busy or one not in here:
                     one = BoundLayer(self._kind, one.layer.module, weights, x)
                 else:
                     one.pack(weights)

@@ -70,11 +70,8 @@ class LayerStep:
         if x.is_cpu:
             call(addresses, kept.data_ptr())
         else:
-            call.on(raw_stream(x.device.index), addresses, partial(_memory, x.device), kept.data_ptr())
-
-
-def _memory(device: torch.device, nbytes: int) -> TorchMemory:
-    return TorchMemory(torch, nbytes, device)
+            workspace = partial(TorchMemory, torch, device=x.device)
+            call.on(raw_stream(x.device.index), addresses, workspace, kept.data_ptr())
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:

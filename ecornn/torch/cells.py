@@ -30,7 +30,8 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
     least = 0  # multiply-adds of a step of training on a CPU; smaller ones are PyTorch's own
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """Computes the states (B, H), or (H,), after one step from input (B, I), or (I,); see :meth:`_any_call`."""
+        """Computes the states (B, H), or (H,), after one step from input (B, I), or (I,), and the states ``hx``; None:
+        zeros. Raises PyTorch's own errors for arguments that do not fit."""
         if not torch.compiler.is_compiling() and _is_left(self, input):
             if torch.is_grad_enabled() and engine.known_engine(self) is not None:
                 suspect(engine.weights_of(self))  # bound layers read weights again: an optimizer may follow

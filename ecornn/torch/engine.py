@@ -64,7 +64,8 @@ class Passes:
     packs = 0
 
 
-def _captured(x: torch.Tensor) -> bool:
+def captured(x: torch.Tensor) -> bool:
+    """Tells whether a CUDA graph captures calls on x, and so keeps for ever what computes them."""
     return bool(x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -89,7 +90,7 @@ class Engine:
         check_type(x, weights[0])
         one = self.inference.take(weights, x, (steps, batch), masks)
         try:
-            if _captured(x):
+            if captured(x):
                 self._captured.add(one.layer)
             yield one.layer
         finally:
@@ -135,7 +136,7 @@ class Engine:
                  passes: Passes | None = None) -> list[Any]:
         """Gradients of x, ``state``, None unless ``want_state``, and the weights, from those of y and last states."""
         kind, masks, wanted = self.kind, masks_of(lengths), want_state and bool(state)
-        if passes is None or passes.one is None or _captured(x):  # a graph packs what it reads
+        if passes is None or passes.one is None or captured(x):  # a graph packs what it reads
             one = self.trained.take(weights, x, x.shape[:2], "".join(masks), again=True, states=wanted)
         else:
             one = self.trained.take_again(passes.one, weights, x, passes.packs, wanted)
@@ -159,7 +160,7 @@ class Engine:
 
     def _by_address(self, one: BoundLayer, x: torch.Tensor, lengths: Any) -> LayerStep | None:
         """A step of the layer that checks nothing; None where there is none of that kind."""
-        return None if lengths is not None or self.kind.projection or _captured(x) else one.step(*x.shape[:2])
+        return None if lengths is not None or self.kind.projection or captured(x) else one.step(*x.shape[:2])
 
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
         """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ecornn.build import cache
 from ecornn.errors import FallbackError, ScheduleError
 from ecornn.torch.compiling import PendingError, accepting, serves
-from ecornn.torch.engine import Engine, check_type, engine_of, watching, weights_of
+from ecornn.torch.engine import Engine, captured, check_type, engine_of, watching, weights_of
 from ecornn.torch.snapshot import suspect
 from ecornn.worker import MARK
 
@@ -131,7 +131,7 @@ def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Call
     if kind in engine.refused:
         return by_torch(module, input, hx)
     job = engine.pending.pop(kind, None)
-    if job is None or not job.pending or _captured(weights_of(module)[0].device):
+    if job is None or not job.pending or captured(weights_of(module)[0]):
         try:
             with accepting():
                 return compiled()
@@ -161,16 +161,11 @@ def again(engine: Engine, module: Any, x: torch.Tensor, hx: Any) -> Any:
     if job is not None and not job.pending:
         engine.pending.pop(like, None)
         return None
-    if job is None or watching() or torch._C._is_tracing() or _now(module) or _captured(x.device):
+    if job is None or watching() or torch._C._is_tracing() or _now(module) or captured(x):
         return None
     if torch.is_grad_enabled():
         suspect(weights_of(module))
     return module.TORCH.forward(module, x, hx)
-
-
-def _captured(device: torch.device) -> bool:
-    """Tells whether a CUDA graph captures this call, and so keeps for ever what computes it."""
-    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _like(x: torch.Tensor) -> tuple[Any, ...]:

@@ -77,7 +77,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
 
     ``tf32``: True or False says whether products of float32 on a GPU may be in TF32. None: they may if cuDNN's RNNs may
     at the time of a call, which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` or
-    ``torch.backends.cudnn.allow_tf32 = False`` keep them exact. A layer has it as ``tf32``.
+    ``torch.backends.cudnn.allow_tf32 = False`` keep them exact. A layer has it as ``tf32``. Cells go by the setting of
+    PyTorch's products, ``torch.backends.cuda.matmul``, which are exact by default.
 
     ``keep``: the values that a training step keeps for its backward pass: ``gates``, or ``states``, which takes less
     memory and more time; None: ``gates``. A layer has it as ``keep``; cells have their own way.
