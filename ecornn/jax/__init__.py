@@ -15,13 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ecornn.errors import missing
-
-try:
-    import jax
-except ModuleNotFoundError as error:
-    raise missing(error, "ecornn.jax", "jax") from error
-
+import jax
 import jax.numpy as jnp
 import numpy as np
 
