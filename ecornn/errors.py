@@ -105,3 +105,11 @@ class InternalError(EcornnError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[InternalError], tuple[str, str, str]]:
         return type(self), (self.what, self.layer, self.versions)
+
+
+def missing(error: ModuleNotFoundError, by: str, package: str) -> ImportError:
+    """The error of the ``package`` that ``by`` is written for: a :class:`MissingPackageError` that says how to install
+    it; ``error`` itself if another one is missing."""
+    if error.name != package:
+        return error
+    return MissingPackageError(f"{by} needs {package}, which is not installed: pip install {package}")

@@ -1,8 +1,8 @@
 """Modules that ``ecornn.torch`` need not compile: from folders of module files and from the build cache, without TVM.
 
 ``ECORNN_MODULES`` names folders, colons between them, which go with a program that PyTorch saved; a module there is
-found by its manifest. An entry of the cache is found by all that a module depends on: layer, device, tuning logs as
-they lie there, ecornn's code, dependencies, compilers."""
+found by its manifest. An entry of the cache is found by all that a module depends on: layer, device, tuning logs,
+ecornn's code, dependencies, compilers; where there is no compiler, the last entry of any of them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from msgspec.structs import replace
 from ecornn import host_cpu, host_gpu
 from ecornn.boundary import public
 from ecornn.build import cache, link, nvcc
-from ecornn.errors import EcornnError, ModuleError
+from ecornn.errors import BuildError, EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.manifest import Manifest, versions
 from ecornn.program import FINITE
 from ecornn.runtime.loader import Module, check_host, from_bytes, load
 
 VARIABLE = "ECORNN_MODULES"
+ANY = "layer of any compiler"  # the kind of an entry
 KINDS = {"cpu": "llvm", "cuda": "cuda"}  # target -> kind of device
 _had: dict[int, Module] = {}  # modules that were used, for save_modules
 _told: list[str] = []
@@ -39,6 +40,8 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
     ``ecornn`` hears when a process first compiles. Raises :class:`~ecornn.errors.ModuleError` where that needs TVM."""
     if (ahead := find(layer, target, config)) is not None:
         return _remembered(ahead)
+    if (kept := from_entry(str(_entry(layer, target, config) or ""))) is not None:
+        return kept
     if importlib.util.find_spec("tvm") is None:
         places = ", ".join(map(str, _folders())) or "no folder: it is not set"
         raise ModuleError(f"there is no TVM here to compile {layer.workload}, and no module of it in {VARIABLE} "
@@ -54,13 +57,17 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
         module = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
         return module.path.read_bytes()
 
-    content = make() if cache.folder() is None else cache.entry("layer", _parts(layer, target, config), make)
+    if cache.folder() is None:
+        return _remembered(from_bytes("layer.so", make()))
+    parts = _parts(layer, target, config)
+    content = cache.entry("layer", (*parts, *_compilers(target)), make)
+    cache.keep(ANY, parts, content)
     return _remembered(from_bytes("layer.so", content))
 
 
 def known(layer: LayerSpec, target: str) -> bool:
     """True where the module is in a folder or the cache already."""
-    return find(layer, target) is not None or cache.file_of("layer", _parts(layer, target, None)) is not None
+    return find(layer, target) is not None or _entry(layer, target, None) is not None
 
 
 @lru_cache
@@ -77,7 +84,7 @@ def found(layer: LayerSpec, target: str) -> Module | None:
     which the first calls of a program do not have meanwhile: little is imported."""
     if (ahead := find(layer, target)) is not None:
         return ahead
-    return from_entry(str(cache.file_of("layer", _parts(layer, target, None)) or ""))
+    return from_entry(str(_entry(layer, target, None) or ""))
 
 
 def from_entry(file: str) -> Module | None:
@@ -86,30 +93,51 @@ def from_entry(file: str) -> Module | None:
     return None if content is None else _remembered(from_bytes("layer.so", content))
 
 
+def _entry(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> Path | None:
+    """The file of a layer's entry; None where there is none."""
+    parts = _parts(layer, target, config)
+    try:
+        return cache.file_of("layer", (*parts, *_compilers(target)))
+    except BuildError:  # no compiler
+        return cache.file_of(ANY, parts)
+
+
 def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> tuple[bytes, ...]:
     what = msgspec.json.encode((layer.workload, layer.stack, layer.training, sorted((config or {}).items())))
-    return what, *_device(target), _logs(), _code()
+    return what, _device(target), _logs(), _code()
 
 
-def _device(target: str) -> tuple[bytes, ...]:
-    """The device and the compilers that a target's code depends on."""
-    compiler = link.identity().encode()
+def _device(target: str) -> bytes:
     if target == "cuda":
         gpu = host_gpu.detect()
-        return msgspec.json.encode(gpu and gpu.identity), nvcc.identity().encode(), compiler
+        return msgspec.json.encode(gpu and gpu.identity)
     info, allowed = host_cpu.cpuinfo(), sorted(os.sched_getaffinity(0))
     words = [info.get(name) for name in ("model name", "flags", "CPU part", "Features")]
-    return msgspec.json.encode((words, host_cpu.physical_cores(allowed), host_cpu.l2_bytes(allowed[0]))), compiler
+    return msgspec.json.encode((words, host_cpu.physical_cores(allowed), host_cpu.l2_bytes(allowed[0])))
+
+
+def _compilers(target: str) -> tuple[str, ...]:
+    """The compilers that a target's code depends on. Raises :class:`BuildError` where one is missing."""
+    return (nvcc.identity(), link.identity()) if target == "cuda" else (link.identity(),)
 
 
 def _logs() -> bytes:
-    """The tuning logs, by name, size and time of change."""
+    """A digest of the tuning logs, the same wherever they lie."""
     from ecornn.tuning_logs import SUFFIXES, shipped_folder, user_folder
 
     files = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
              if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))
              if path.name.endswith(SUFFIXES) and path.is_file() for state in [path.stat()]]
-    return msgspec.json.encode(files)
+    return b"".join(_log(*file) for file in files)
+
+
+@lru_cache(maxsize=1024)
+def _log(path: str, size: int, changed: int) -> bytes:
+    """A digest of a log of this size, which was changed then; empty for one that has gone."""
+    try:
+        return hashlib.sha256(Path(path).name.encode() + b"\0" + Path(path).read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 @lru_cache
@@ -221,6 +249,6 @@ def compile_for_another(asked: Asked) -> str:
     if importlib.util.find_spec("tvm") is not None:
         import_tvm()
     layer = LayerSpec(**asked.fields)
-    parts = _parts(layer, asked.target, None)  # as the logs are before: somebody may tune meanwhile
+    parts = _parts(layer, asked.target, None), _compilers(asked.target)  # before: somebody may tune meanwhile
     compiled_layer(layer, asked.target)
-    return str(cache.file_of("layer", parts) or "")
+    return str(cache.file_of("layer", (*parts[0], *parts[1])) or "")

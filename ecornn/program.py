@@ -210,9 +210,11 @@ class Parallel:
 @dataclass(frozen=True)
 class Concurrent:
     """CUDA: ``branches``, each some calls in order, at the same time: each on a share of the GPU and in a stream of
-    its own. They must not write what another one uses."""
+    its own. They must not write what another one uses. ``one_kernel``: branches of one launch each are one launch, of a
+    kernel that has the blocks of all (``ecornn/build/one_kernel.py``), unless one of them exchanges between blocks."""
 
     branches: tuple[tuple[Call, ...], ...]
+    one_kernel: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,11 +304,13 @@ class Program:
         return tuple(call for entry in self.entries.values() for call in entry.calls)
 
 
-def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str) -> Call:
-    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name. It
-    and :func:`every` are the only walks over calls; a kind that they do not know is an error."""
+def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str,
+           together: Callable[[Concurrent], Call] = lambda call: call) -> Call:
+    """The call with ``leaf`` of each launch in its place, ``name`` of each buffer that calls around them name, and
+    ``together`` of those at the same time. It and :func:`every` are the only walks over calls; a kind that they do not
+    know is an error."""
     def inside(calls: Iterable[Call]) -> tuple[Any, ...]:
-        return tuple(mapped(one, leaf, name) for one in calls)
+        return tuple(mapped(one, leaf, name, together) for one in calls)
 
     def moved(one: Chunks | WaveLayer) -> dict[str, Any]:
         return {"calls": inside(one.calls), "rows": {name(n): size for n, size in one.rows.items()},
@@ -323,7 +327,7 @@ def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] 
             return Relay(inside(call.calls), name(call.before), name(call.after), name(call.given), name(call.written),
                          call.row)
         case Concurrent():
-            return Concurrent(tuple(map(inside, call.branches)))
+            return together(replace(call, branches=tuple(map(inside, call.branches))))
         case Wave():
             return replace(call, layers=tuple(replace(layer, **moved(layer)) for layer in call.layers))
         case Chunks():

@@ -166,4 +166,7 @@ def save(path: Path, weights: Mapping[str, Any]) -> None:
     from safetensors.numpy import save_file
 
     with temporary.replacing(path) as beside:
+        beside.touch()
+        readers = beside.stat().st_mode  # safetensors would let nobody else read it
         save_file(dict(weights), beside, MARK)
+        beside.chmod(readers)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ecornn.program import ENTRIES, FORWARD, PACKED, RUN, TENSORS, Buffer, Entry, Extent, Packing, Program
-from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.base import Component, Task, joined, prepared
 from ecornn.schedules.chunks import chunk_for, in_chunks, shorter
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, stored
+from ecornn.schedules.rates import short
 from ecornn.schedules.scalars.row_sums import normalize
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
@@ -28,7 +29,8 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     of all rows; ``deferred``: the recurrence applies statistics of hoisted values itself, from ``row_sums``."""
     before = Component() if layout is None else joined(
         projection or project(task, layout), normalize(task, layout, deferred))
-    made = joined(before, recurrence(NOTHING))
+    put = prepared if short(task) else joined
+    made = put(before, recurrence(NOTHING))
     pieces = piece_buffers(task.traversal, task.workload, len(task.graph.states))
     run = Program.running(dict(made.functions), (*shared_buffers(task, layout), *made.buffers, *pieces), made.calls,
                           together=together)
@@ -37,7 +39,7 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     w, what = task.workload, stored(task)
     storing, kept = recurrence(what), what.buffers(w.batch, w.hidden, w.dtype)
     assert set(storing.buffers) <= set(run.buffers)
-    part = replace(joined(before, storing), buffers=tuple({b.name: b for b in run.buffers}.values()))
+    part = replace(put(before, storing), buffers=tuple({b.name: b for b in run.buffers}.values()))
     if (steps := chunk_for(task, part.buffers)) is not None:
         around = (*shared_buffers(task, layout), *pieces, *kept)
         handed = [(f"{s}_in", f"{s}_out") for s in task.graph.states]

@@ -6,13 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from itertools import product as combinations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.heads import most_heads
 from ecornn.device import Device
-from ecornn.program import Buffer, Call, Concurrent, Leaf, Program, mapped
+from ecornn.program import Buffer, Call, Concurrent, Launch, Leaf, Program, launches, mapped
 from ecornn.workload import ALONE, Traversal, Workload
 
 if TYPE_CHECKING:
@@ -130,6 +131,33 @@ def beside(one: Component, other: Component) -> Component:
     """Both components at the same time; neither may write what the other one uses."""
     both = joined(one, other)
     return replace(both, calls=(Concurrent((one.calls, other.calls)),)) if one.calls and other.calls else both
+
+
+def in_stages(*components: Component) -> Component:
+    """All components at the same time, their first launches as one kernel, then the second ones, and so on: what takes
+    less than a launch should not have one of its own. None may write what another one uses, but a later launch what an
+    earlier one has made."""
+    def apart(call: Call) -> tuple[tuple[Call, ...], ...]:
+        return call.branches if isinstance(call, Concurrent) and call.one_kernel else ((call,),)
+
+    stages = [tuple(chain.from_iterable(map(apart, filter(None, stage))))
+              for stage in zip_longest(*(one.calls for one in components))]
+    return replace(joined(*components), calls=tuple(
+        stage[0][0] if len(stage) == 1 else Concurrent(stage, one_kernel=True) for stage in stages))
+
+
+def prepared(before: Component, recurrence: Component) -> Component:
+    """``before``, then the ``recurrence``, whose first launch is made with the last one of ``before`` if it prepares
+    memory that nobody else uses."""
+    both, last, first = joined(before, recurrence), before.calls[-1:], recurrence.calls[:1]
+    if len(recurrence.calls) < 2 or not all(isinstance(c, Launch) and not c.cooperative for c in (*last, *first)):
+        return both
+    used = [{c.names.get(p.name, p.name) for p in both.functions[c.function].params} for c in launches((*last, *first))]
+    if len(used) < 2 or used[0] & used[1] - {"T", "B", "vectors"} or any(
+            one.cluster > 1 or one.early for one in launches((*last, *first))):
+        return both
+    pair = in_stages(Component(calls=last), Component(calls=first)).calls
+    return replace(both, calls=(*before.calls[:-1], *pair, *recurrence.calls[1:]))
 
 
 def renamed(call: Call, names: Mapping[str, str]) -> Call:

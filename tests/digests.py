@@ -208,13 +208,13 @@ def code_of(program: Program, device: Device) -> tuple[str, str]:
     """What runs, as CUDA or TIR; and what is generated of the host code that calls it."""
     if device.kind == "cuda":
         kernels, source = cuda.lower(program, device.arch)
-        return source, cuda.host_program(program, kernels, device.arch).hex()
+        return source, cuda.host_program(cuda.as_launched(program)[0], kernels, device.arch).hex()
     return "\n".join(f.script() for f in program.functions.values()), llvm.tables(program)
 
 
 def interface_of(program: Program) -> str:
     entries = repr(program.entries)
-    for later in (", wanted=()", ", early=False"):  # fields that launches have had since then
+    for later in (", wanted=()", ", early=False", ", one_kernel=False"):  # fields that calls have had since then
         entries = entries.replace(later, "")
     return msgspec.json.encode(program.buffers).decode() + entries + str(program.together)
 

@@ -64,6 +64,13 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
     return content
 
 
+def keep(kind: str, parts: Iterable[str | bytes], content: bytes) -> None:
+    """Keeps ``content`` as an entry, in place of what was kept by these parts."""
+    root, name = folder(), _name(kind, parts)
+    if root is not None and read(path := root / name[:2] / name) != content:
+        _write(root, path, content)
+
+
 def file_of(kind: str, parts: Iterable[str | bytes]) -> Path | None:
     """The file of an entry, for another process, which reads it by :func:`read`; None where there is none."""
     root, name = folder(), _name(kind, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +11,7 @@ from ecornn.build.commands import at_the_same_time
 from ecornn.build.generated import Generated, Texts, texts
 from ecornn.build.host_cuda import COOPERATIVE, FILES, PACK, SCALARS, Kernel, host_program
 from ecornn.build.nvcc import as_variables, compile_cubin, ptx
+from ecornn.build.one_kernel import OneKernel, as_launched, with_one_kernels
 from ecornn.build.readable import readable_text, simplified, without_notes
 from ecornn.device import Device
 from ecornn.errors import BuildError
@@ -33,13 +34,15 @@ def generate(program: Program, device: Device) -> Generated:
     """Machine code and host code of a CUDA program. ``emitted``: ``tir`` (as the schedule made it), ``cuda``
     (:func:`readable`), ``ptx``. Raises :class:`BuildError` where a function is no single kernel, its parameters or
     launch are not the program's, or a compiler fails."""
-    groups = _groups(_lower(program, device.arch))
-    kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
+    lowered, (launched, made) = _lower(program, device.arch), as_launched(program)
+    kernels, groups = _kernels(launched, lowered, made), _groups(launched, lowered, made)
+    kernels |= {one.name: replace(kernels[one.name], image=number) for number, (group, _) in enumerate(groups)
+                for one in group if one.name in kernels}
     sources = [text for _, text in groups]
     if packs(program):
         kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(sources))
         sources += texts("pack_weights.cu").values()
-    host = host_program(program, kernels, device.arch)
+    host = host_program(launched, kernels, device.arch)
     with at_the_same_time(len(sources)) as threads:  # that wait for compilers
         compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), sources))
     used = {symbol: report for _, each in compiled for symbol, report in each.items()}
@@ -57,26 +60,53 @@ def host_sources() -> dict[str, str]:
     return texts(*FILES)
 
 
-def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:
-    """Kernels that are compiled together, and their source. The projection is as good as the same for all
-    configurations of a workload, so it is compiled apart, unless that takes less than starting the compiler."""
+def _groups(launched: Program, lowered: list[_Lowered],
+            made: Mapping[str, OneKernel]) -> list[tuple[list[_Lowered], str]]:
+    """Kernels that are compiled together, and their source; of the first group also those of ``made``. The projection
+    is as good as the same for all configurations of a workload, so it is compiled apart, unless that takes less than
+    starting the compiler, or it is a part of another kernel."""
+    parts = _parts(made)
     texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
-                if PROJECTION in one.name]
+                if PROJECTION in one.name and one.name not in parts]
     apart = [(group, text) for group, text in texts_of if len(text) >= LARGE]
     alone = [one for group, _ in apart for one in group]
     rest = [one for one in lowered if one not in alone]
-    return ([(rest, _source([one.code for one in rest], rest[0].key[1]))] if rest else []) + apart
+    return ([(rest, _whole(launched, rest, made))] if rest else []) + apart
+
+
+def _whole(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel], readable: bool = False) -> str:
+    """The source of these functions and of those ``made`` of them."""
+    codes, arch = [one.code for one in lowered], lowered[0].key[1]
+    source = _printed([*map(simplified, codes)], arch) if readable else _source(codes, arch)
+    return with_one_kernels(source, made.values(), {one.name: one.kernel for one in lowered}, _alone(launched))
+
+
+def _kernels(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel]) -> dict[str, Kernel]:
+    """The kernels that there are, by the function that a launch names."""
+    own, alone, parts = {one.name: one.kernel for one in lowered}, _alone(launched), _parts(made)
+    return {name: kernel for name, kernel in own.items() if name in alone or name not in parts} | {
+        name: one.kernel(own) for name, one in made.items()}
+
+
+def _alone(launched: Program) -> set[str]:
+    return {one.function for one in launches(launched.calls)}
+
+
+def _parts(made: Mapping[str, OneKernel]) -> set[str]:
+    return {launch.function for one in made.values() for launch in one.launches}
 
 
 def readable(program: Program, arch: str) -> str:
     """CUDA source of the program's kernels for people; it does the same as the source that is compiled."""
-    return readable_text(_printed([simplified(one.code) for one in _lower(program, arch)], arch))
+    launched, made = as_launched(program)
+    return readable_text(_whole(launched, _lower(program, arch), made, readable=True))
 
 
 def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
-    """The program's kernels by function name, and the CUDA source that defines them all."""
-    lowered = _lower(program, arch)
-    return {one.name: one.kernel for one in lowered}, _source([one.code for one in lowered], arch)
+    """The kernels that the program launches, see :func:`as_launched`, by function name, and the CUDA source that
+    defines them all."""
+    lowered, (launched, made) = _lower(program, arch), as_launched(program)
+    return _kernels(launched, lowered, made), _whole(launched, lowered, made)
 
 
 @dataclass(frozen=True, eq=False)

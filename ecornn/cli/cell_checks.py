@@ -20,7 +20,7 @@ from ecornn.cells import Cell
 from ecornn.compiler import compile
 from ecornn.device import Device
 from ecornn.dtypes import SERVED
-from ecornn.errors import CellError, EcornnError, InternalError
+from ecornn.errors import BuildError, CellError, EcornnError, InternalError
 from ecornn.interpreter import interpret
 from ecornn.schedules import Config, Schedule
 from ecornn.schedules.base import Task
@@ -80,10 +80,11 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def attempt(function: Callable[[], Outcome]) -> Outcome:
-    """Returns its outcome; an :class:`EcornnError` is a no, ecornn's own fault and any other error a failure."""
+    """Returns its outcome; an :class:`EcornnError` is a no; a compiler that fails or is missing, ecornn's own fault and
+    any other error are failures."""
     try:
         return function()
-    except InternalError as error:
+    except (InternalError, BuildError) as error:
         return Outcome(FAILS, why=str(error))
     except EcornnError as error:
         return Outcome(NO, why=str(error))

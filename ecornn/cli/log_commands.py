@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.tuning_logs import shipped_folder, user_folder
 
 if TYPE_CHECKING:
+    from ecornn.device import Device
     from ecornn.tune.log import Line, Log, TrialLine
     from ecornn.tune.record import AnyRecord
     from ecornn.tune.selection import Check, Merged
@@ -28,7 +30,7 @@ Without FILES the commands read your data folder and the logs that ship:
   ecornn log best                         fastest of each layer and device
   ecornn log verify --sample 4            measure some of them again, here
 Sharing:
-  ecornn log export --best -o mine.jsonl  what an application needs
+  ecornn log export -o mine.jsonl         your own records
   ecornn log import theirs.jsonl          into your folder, for look-up
   ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
 """
@@ -38,7 +40,9 @@ Examples:
   ecornn log verify mine.jsonl --sample 30   more of a log of one's own
   ecornn log verify --target cpu --json
 """
-NONE = "no records; make some with: ecornn tune --cell lstm --hidden 800"
+IMPORTED = "imported.jsonl"  # the records of others, in the user's folder
+MAKE = "make some with: ecornn tune --cell lstm --hidden 800"
+NONE = f"no records; {MAKE}"
 
 
 @click.group(cls=Commands, epilog=SHARING)
@@ -232,13 +236,43 @@ def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
 @NEW
 @click.option("--best", "only_best", is_flag=True,
               help="Only the fastest trial of each workload and device: what an application ships.")
+@click.option("--device", metavar="TEXT", help="Only runs on a device whose name or architecture has this text.")
+@click.option("--since", metavar="YYYY-MM-DD", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%SZ"]),
+              help="Only runs that have gone on since then (UTC).")
 @with_json
-def export(files: tuple[Path, ...], output: Path, only_best: bool, json: bool) -> None:
-    """Writes one log to share, without the lines that are damaged. Without FILES: all there is."""
+def export(files: tuple[Path, ...], output: Path, only_best: bool, device: str | None, since: datetime | None,
+           json: bool) -> None:
+    """Writes one log to share, without the lines that are damaged.
+
+    Without FILES: your own records, but neither those that ship nor those that you have imported."""
     content = collect(files)
+    lines = content.lines if files else [line for line in content.lines if is_own(line.path)]
+    content = replace(content, lines=runs_of(lines, device, since))
+    if not content.lines:
+        there = sorted({f"{d.name} ({d.arch})" for d in devices(lines).values()})
+        raise RecordError("no records to export" + (f" of such runs; there are runs on {', '.join(there)}" if there else
+                                                    f"; {MAKE}"))
     written = write(output, merged(fastest(content) if only_best else content.lines))
     if json:
         as_json(written)
+
+
+def is_own(path: Path) -> bool:
+    """Tells whether a log is of runs of this user."""
+    return path.parent == user_folder() and path.name != IMPORTED
+
+
+def devices(lines: Iterable[Line]) -> dict[tuple[Path, str], Device]:
+    """The device of each run, by file and run."""
+    return {(line.path, line.record.run): line.record.device for line in lines if hasattr(line.record, "device")}
+
+
+def runs_of(lines: list[Line], device: str | None, since: datetime | None) -> list[Line]:
+    """The lines of runs on such a device, with records of that time or later; None: of any."""
+    of, first = devices(lines), "" if since is None else since.strftime("%Y-%m-%dT%H:%M:%SZ")
+    late = {(line.path, line.record.run) for line in lines if line.record.time >= first}
+    fitting = {run for run, d in of.items() if (device or "").lower() in f"{d.name} {d.arch}".lower()}
+    return [line for line in lines if (line.path, line.record.run) in late & fitting]
 
 
 @log.command(name="import")
@@ -251,7 +285,7 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import event
 
-    target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
+    target, lines = user_folder() / IMPORTED, collect(files, strict=True).lines
     written: dict[str, Any] = {"file": str(target)}
 
     def union(there: Log) -> list[AnyRecord]:

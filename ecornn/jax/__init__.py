@@ -15,7 +15,13 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
+from ecornn.errors import missing
+
+try:
+    import jax
+except ModuleNotFoundError as error:
+    raise missing(error, "ecornn.jax", "jax") from error
+
 import jax.numpy as jnp
 import numpy as np
 

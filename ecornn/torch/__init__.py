@@ -32,6 +32,13 @@ where there is little to do. Calls at the same time share the cores."""
 from __future__ import annotations
 
 from ecornn.boundary import public
+from ecornn.errors import missing
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing(error, "ecornn.torch", "torch") from error
+
 from ecornn.module_cache import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN

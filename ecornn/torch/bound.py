@@ -182,7 +182,7 @@ class BoundLayers:
         has others' weights by now it packs these again, or another layer of the same module does."""
         with self._lock:
             if one.packs != packs:
-                where = _where(x)
+                where = place_of(x)
                 here = [each for key, bound in self._bound.items() if key[-1] == where for each in bound.values()]
                 if one.busy or one not in here:
                     one = BoundLayer(self._kind, one.layer.module, weights, x)
@@ -221,7 +221,7 @@ class BoundLayers:
     def _take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str,
               again: bool) -> BoundLayer:
         steps, batch = sizes
-        alike, where = self._alike(x, steps, masks), _where(x) if self._trains or x.is_cpu else None
+        alike, where = self._alike(x, steps, masks), place_of(x) if self._trains or x.is_cpu else None
         if self._trained is not None and self._by_trained(x, alike, batch):
             try:
                 return self._trained._take(weights, x, sizes, masks, again)
@@ -343,7 +343,7 @@ def _room(bound: Collection[int], batch: int, alike: Alike) -> int:
                default=max(1 << (batch - 1).bit_length(), least) if bound else batch)
 
 
-def _where(x: torch.Tensor) -> Any:
+def place_of(x: torch.Tensor) -> Any:
     """The place that orders calls: the threads of a CPU, a stream of a GPU."""
     if x.is_cpu:
         return torch.get_num_threads()

@@ -19,6 +19,7 @@ from ecornn.workload import summed
 ALIGNMENT = 16  # bytes, of what modules read
 TENSORS = "x", "y", "state_in", "state_out"
 BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
+BACK_TO_X = tuple([name for name in BACK if name != "dstate_in"])
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of PyTorch with CUDA
 
 
@@ -29,7 +30,8 @@ class LayerStep:
         manifest = layer.manifest
         self._layer, self._sizes, self._writes = layer, (steps, batch), layer.training.writes
         self._forward = layer.addressed(FORWARD, steps, batch, TENSORS)
-        self._optional = "dstate_in" in (manifest.optional or ())  # gradients of first states
+        self.kept_bytes = self._forward.kept_bytes
+        self.optional = "dstate_in" in (manifest.optional or ())  # gradients of first states
         self._y, self._state = (steps, batch, layer.width), (kind.layers * kind.directions, batch, kind.hidden)
         self._zeros = (layer.zero_state(batch)[1],) * len(manifest.states)
         self._sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
@@ -38,12 +40,16 @@ class LayerStep:
 
     def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y (T, B, D*H), the states (L*D, B, H) after x (T, B, I), and the bytes that :meth:`backward` reads."""
-        kept = x.new_empty(self._forward.kept_bytes, dtype=torch.uint8)
+        kept = x.new_empty(self.kept_bytes, dtype=torch.uint8)
         y, after = x.new_empty(self._y), [x.new_empty(self._state) for _ in self._zeros]
-        rows, given = ready(x), [*map(ready, state)]
-        self._run(self._forward, x, (rows.data_ptr(), y.data_ptr(), *([s.data_ptr() for s in given] or self._zeros),
-                                     *[s.data_ptr() for s in after]), kept)
+        self.ahead(ready(x), [*map(ready, state)], y.data_ptr(), after, kept.data_ptr())
         return [y, *after, kept]
+
+    def ahead(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: int, after: Sequence[torch.Tensor],
+              kept: int) -> None:
+        """The same, of tensors that are :func:`ready`, into memory: ``y`` and ``kept`` are addresses."""
+        self._run(self._forward, x, (x.data_ptr(), y, *([s.data_ptr() for s in state] or self._zeros),
+                                     *[s.data_ptr() for s in after]), kept)
 
     def backward(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
                  gradients: Sequence[torch.Tensor | None], want_state: bool) -> list[torch.Tensor | None]:
@@ -53,25 +59,31 @@ class LayerStep:
         dy = x.new_zeros(self._y) if dy is None else dy
         rows, given, y, kept = ready(x), [*map(ready, state)], ready(y), ready(kept)
         dx = torch.empty_like(rows)
-        needed = want_state or not self._optional
-        before = [x.new_empty(self._state) for _ in self._zeros] if needed else []
+        before = [x.new_empty(self._state) for _ in self._zeros] if want_state or not self.optional else []
         sums = [x.new_empty(shape, dtype=self._sums) for shape in self._shapes]
         if not self._writes:
             torch._foreach_zero_(sums)  # one kernel for all
-        call = self._layer.addressed(BACKWARD, *self._sizes, BACK if needed else tuple(
-            [name for name in BACK if name != "dstate_in"]), not self._writes)
-        self._run(call, x, (
-            rows.data_ptr(), y.data_ptr(), *([s.data_ptr() for s in given] or self._zeros), dy.data_ptr(),
-            *[zero if g is None else g.data_ptr() for g, zero in zip(dstates, self._zeros, strict=True)], dx.data_ptr(),
-            *[s.data_ptr() for s in before], *[s.data_ptr() for s in sums]), kept)
+        self.back(rows, given, y.data_ptr(), kept.data_ptr(), (dy, *dstates), dx, before, sums, not self._writes)
         return [dx, *(before if want_state else [None] * len(state)), *[sums[n] for n in self._of_weights]]
 
-    def _run(self, call: AddressedCall, x: torch.Tensor, addresses: tuple[int, ...], kept: torch.Tensor) -> None:
+    def back(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: int, kept: int,
+             gradients: Sequence[torch.Tensor | None], dx: torch.Tensor, before: Sequence[torch.Tensor],
+             sums: Sequence[torch.Tensor], add: bool) -> None:
+        """The same, of tensors that are :func:`ready`, into memory. Those of first states go to ``before``, unless it
+        is empty; those of the manifest's parameters are written to ``sums``, or added to them. The gradient of y may be
+        None with T = 1 alone."""
+        call = self._layer.addressed(BACKWARD, *self._sizes, BACK if before else BACK_TO_X, add)
+        zeros = self._zeros[0], *self._zeros
+        self._run(call, x, (
+            x.data_ptr(), y, *([s.data_ptr() for s in state] or self._zeros),
+            *[zero if g is None else g.data_ptr() for g, zero in zip(gradients, zeros, strict=True)], dx.data_ptr(),
+            *[s.data_ptr() for s in before], *[s.data_ptr() for s in sums]), kept)
+
+    def _run(self, call: AddressedCall, x: torch.Tensor, addresses: tuple[int, ...], kept: int) -> None:
         if x.is_cpu:
-            call(addresses, kept.data_ptr())
+            call(addresses, kept)
         else:
-            workspace = partial(TorchMemory, torch, device=x.device)
-            call.on(raw_stream(x.device.index), addresses, workspace, kept.data_ptr())
+            call.on(raw_stream(x.device.index), addresses, partial(TorchMemory, torch, device=x.device), kept)
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:

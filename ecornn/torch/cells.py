@@ -7,22 +7,24 @@ from typing import Any
 
 import torch
 
-from ecornn.torch import engine, falling_back, like_before
+from ecornn.torch import compiling, engine, falling_back, like_before
 from ecornn.torch.falling_back import by_torch, derivatives, obstacle
 from ecornn.torch.kind import CELLS, text_of
 from ecornn.torch.modules import CompiledModule, called, leaf
 from ecornn.torch.snapshot import suspect
 
 WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
-# multiply-adds of a step on a GPU up to which compiled ones are faster, measured: of tensor cores, and of exact float32
-MOST = 1 << 30, 1 << 31
-_matmul: Any = torch.backends.cuda.matmul
-_NEW = hasattr(_matmul, "fp32_precision")  # PyTorch 2.9 and later
+# multiply-adds of a step on a GPU up to which compiled ones are faster, measured; of exact float32 without gradients
+MOST, MOST_EXACT = 1 << 30, 1 << 31
+# PyTorch's own, without the checks of torch.nn's forward
+FUNCTIONS = {"LSTM": torch.lstm_cell, "GRU": torch.gru_cell, "RNN_TANH": torch.rnn_tanh_cell,
+             "RNN_RELU": torch.rnn_relu_cell}
 
 
 class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
-    """Compiled modules in float32 on a CPU, and on a GPU where no gradients are asked for; elsewhere, and for arguments
-    that do not fit, PyTorch's own cell runs. Products of float32 on a GPU are as exact as those of PyTorch's cell."""
+    """Compiled modules in float32 on a CPU, and on a GPU, but where a CUDA graph captures a step with gradients;
+    elsewhere, and for arguments that do not fit, PyTorch's own cell runs. Products of float32 on a GPU are as exact as
+    those of PyTorch's cell."""
 
     # what a layer has besides
     num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False
@@ -32,10 +34,14 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Computes the states (B, H), or (H,), after one step from input (B, I), or (I,), and the states ``hx``; None:
         zeros. Raises PyTorch's own errors for arguments that do not fit."""
-        if not torch.compiler.is_compiling() and _is_left(self, input):
+        if not torch.compiler.is_compiling() and is_left(self, input):
+            weights = engine.weights_of(self)
             if torch.is_grad_enabled() and engine.known_engine(self) is not None:
-                suspect(engine.weights_of(self))  # bound layers read weights again: an optimizer may follow
-            return self.TORCH.forward(self, input, hx)
+                suspect(weights)  # bound layers read weights again: an optimizer may follow
+            h = hx[0] if type(hx) in (tuple, list) and hx else hx
+            if not isinstance(h, torch.Tensor) or h.dim() != 2 or input.dim() != 2 or len(weights) != len(WEIGHTS):
+                return self.TORCH.forward(self, input, hx)
+            return FUNCTIONS[self.mode](input, hx, *weights)
         return super().forward(input, hx)
 
     def _any_call(self, input: Any, hx: Any) -> Any:
@@ -55,9 +61,9 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
     def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor],
                   weights: Sequence[torch.Tensor]) -> Any:
         """Does what :meth:`forward` does by a compiled module, if one can."""
-        compiling, tensors = torch.compiler.is_compiling(), (input, *state, *weights)
-        if not (compiling or input.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
-                or engine.watched(tensors)) and derivatives(lambda: tensors) == "gradients":
+        compiles, tensors = torch.compiler.is_compiling(), (input, *state, *weights)
+        if not (compiles or input.dtype == torch.float64 or torch.jit.is_tracing() or engine.watched(tensors)
+                or torch.is_autocast_enabled(input.device.type)) and derivatives(lambda: tensors) == "gradients":
             after: Any = like_before.train_step(engine.engine_of(self), weights, input, state)
             like_before.remember(engine.engine_of(self), self, input, weights, True)
         else:
@@ -67,7 +73,7 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
             rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
             _, *after = called(self, rows[0], rows[1:], None, [*weights], text_of(self), asked)
             after = [s.reshape(*input.shape[:-1], -1) for s in after]
-            if not asked and not compiling:
+            if not asked and not compiles:
                 like_before.remember(engine.engine_of(self), self, input, weights, False)
         return tuple(after) if len(after) > 1 else after[0]
 
@@ -89,7 +95,7 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         weight = self._parameters.get("weight_hh")  # computed if it is no parameter
         if own is not None or (weight is not None and not weight.is_cuda) or not torch.cuda.is_initialized():
             return own
-        return bool(_matmul.fp32_precision == "tf32" if _NEW else _matmul.allow_tf32)
+        return compiling.allows_tf32("matmul")
 
     @tf32.setter
     def tf32(self, value: bool | None) -> None:
@@ -132,8 +138,8 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
     return hx if isinstance(hx, (tuple, list)) and len(hx) == count else None
 
 
-def _is_left(cell: Any, input: Any) -> bool:
-    """Tells whether this step is PyTorch's own: of a training on a GPU, or a small one; and a large one on a GPU."""
+def is_left(cell: Any, input: Any) -> bool:
+    """Tells whether this step is PyTorch's own: a small one of a training on a CPU, or a large one on a GPU."""
     weight = cell._parameters.get("weight_hh")  # computed if it is no parameter
     if weight is None or not isinstance(input, torch.Tensor):
         return False
@@ -144,7 +150,7 @@ def _is_left(cell: Any, input: Any) -> bool:
     if not input.is_cuda:
         return bool(products * cell.hidden_size < cell.least)
     work = products * weight.shape[0]
-    return bool(trains or work > MOST[1] or (work > MOST[0] and (input.dtype != torch.float32 or cell.tf32)))
+    return bool(work > MOST and (work > MOST_EXACT or trains or input.dtype != torch.float32 or cell.tf32))
 
 
 def _fits(cell: Any, weights: Sequence[torch.Tensor], input: Any, state: Sequence[Any]) -> bool:
@@ -161,5 +167,8 @@ def _fits(cell: Any, weights: Sequence[torch.Tensor], input: Any, state: Sequenc
         return False
     if device.type == "cpu":
         return True
-    return not (torch.is_autocast_enabled("cuda") or derivatives(lambda: (input, *state, *weights))
-                or engine.watched((input, *state, *weights)))
+    tensors = input, *state, *weights
+    if torch.is_autocast_enabled("cuda") or engine.watched(tensors):
+        return False
+    asked = derivatives(lambda: tensors)
+    return not asked or (asked == "gradients" and compiling.serves(device, dtype) and not engine.captured(input))

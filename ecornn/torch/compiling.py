@@ -34,6 +34,8 @@ from ecornn.worker import Worker, WorkerError
 from ecornn.workload import FEW, KEEPS
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
+# as fp32_precision of torch.backends, which takes ten times as long; of PyTorch 2.9 and later
+_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 # A training step keeps these, by kind of device, at any T, which graphs leave open. PyTorch keeps about as much.
 KEPT = {"cpu": "gates", "cuda": "gates"}
 MOST = 256  # layers whose outcomes a process keeps
@@ -96,11 +98,16 @@ def precision_of(kind: Kind, x: Any) -> str | None:
     """``tf32`` if products of a layer of this kind on x may be in TF32 by the settings of this moment, else None."""
     if x.is_cpu or x.dtype != torch.float32:
         return None
-    allowed = kind.tf32
-    if allowed is None:  # as cuDNN's RNNs may
-        rnn = getattr(torch.backends.cudnn, "rnn", None)  # PyTorch before 2.9 has one setting for all of cuDNN
-        allowed = torch.backends.cudnn.allow_tf32 if rnn is None else rnn.fp32_precision == "tf32"
-    return "tf32" if allowed else None
+    return "tf32" if (allows_tf32("rnn") if kind.tf32 is None else kind.tf32) else None
+
+
+def allows_tf32(kind: str) -> bool:
+    """Tells whether float32 products on a GPU may be in TF32 by PyTorch's settings: cuDNN's of its ``rnn``, or those of
+    a ``matmul``."""
+    if _precision is not None:
+        return bool(_precision("cuda", kind) == "tf32")
+    # PyTorch before 2.9 has one setting for all of cuDNN
+    return bool(torch.backends.cudnn.allow_tf32 if kind == "rnn" else torch.backends.cuda.matmul.allow_tf32)
 
 
 # -- in the background --------------------------------------------------------------------------

@@ -80,8 +80,9 @@ class Engine:
         self.trained = BoundLayers(kind)
         self.inference, self.training = BoundLayers(kind, self.trained), self.trained.layer
         self._parts: dict[int, Engine] = {}
-        self.calls: dict[Any, Any] = {}  # kept between calls, as is `shared`, see like_before.py
-        self.shared: Any = None
+        # kept between calls, see like_before.py; the second by place, as of :func:`ecornn.torch.bound.place_of`
+        self.calls: dict[Any, Any] = {}
+        self.shared: dict[Any, Any] = {}
 
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int,

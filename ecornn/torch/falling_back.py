@@ -87,7 +87,7 @@ def _by_torch(module: Any, input: Any, hx: Any, why: str) -> Any:
     if why:
         if module.TORCH is None:
             raise FallbackError(f"PyTorch has no layer of this cell: {why}")
-        if _strict():
+        if strict():
             raise FallbackError(f"PyTorch's own layer would have to run: {why}; ecornn.torch.restore(model) has it run")
         warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=4)
     if torch.is_grad_enabled():
@@ -98,7 +98,8 @@ def _by_torch(module: Any, input: Any, hx: Any, why: str) -> Any:
 _apart = torch._disable_dynamo(_by_torch)  # torch.compiler.disable() would import the whole of torch._dynamo here
 
 
-def _strict() -> bool:
+def strict() -> bool:
+    """Tells whether ``ECORNN_STRICT`` forbids that PyTorch's own layers run."""
     return os.environ.get("ECORNN_STRICT", "0") not in OFF
 
 
@@ -116,7 +117,7 @@ def waits(module: Any) -> bool:
         return True
     set_to = os.environ.get
     return bool(module.TORCH is None or _now(module) or set_to(cache.VARIABLE) == cache.OFF
-                or set_to("ECORNN_WAIT", "0") not in OFF or _strict() or set_to(MARK) is not None)
+                or set_to("ECORNN_WAIT", "0") not in OFF or strict() or set_to(MARK) is not None)
 
 
 def _now(module: Any) -> bool:

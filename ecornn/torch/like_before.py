@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch.autograd import Variable, forward_ad
 
-from ecornn.program import BACKWARD, FORWARD, RUN
+from ecornn.program import RUN
 from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import falling_back
-from ecornn.torch.bound import BoundLayer
-from ecornn.torch.by_address import BACK, TENSORS, raw_stream, ready
-from ecornn.torch.compiling import precision_of
-from ecornn.torch.engine import PLAIN, Engine, known_engine, watched, watching, weights_of
+from ecornn.torch.bound import BoundLayer, place_of
+from ecornn.torch.by_address import TENSORS, LayerStep, raw_stream, ready
+from ecornn.torch.compiling import NAMES, precision_of
+from ecornn.torch.engine import PLAIN, Engine, captured, known_engine, watched, watching, weights_of
 from ecornn.torch.operator import each, is_batched, recurrent_backward
 from ecornn.torch.snapshot import suspect
+from ecornn.workload import summed
 
 MOST = 64  # calls that a module remembers
 _capturing = torch.cuda.is_current_stream_capturing
@@ -49,7 +50,7 @@ def again(module: Any, x: Any, hx: Any) -> Any:
         return None
     weights = weights_of(module)
     if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *state, *weights)]):
-        if not call.one_step or x.dtype is not torch.float32 or call.queue is not None:
+        if not call.one_step:
             return None
         after = train_step(engine, weights, x, state)
         return after if call.count > 1 else after[0]
@@ -135,13 +136,13 @@ class Call:
         to = [s.data_ptr() for s in after]
         start = [s.data_ptr() for s in given] or self._zeros
         states = tuple(after) if self.count > 1 else after[0]
-        y = None if self.one_step and self.queue is None else x.new_empty(self._y)
+        y = None if self.one_step else x.new_empty(self._y)  # of one step it may be where h is
         pointers = rows.data_ptr(), to[0] if y is None else y.data_ptr(), *start, *to
         if self.queue is not None:
             self._run.on(self.queue(), pointers, lambda nbytes: TorchMemory(torch, nbytes, self._device))
         else:
             self._run(pointers)
-        if y is None or self.one_step:
+        if y is None:
             return states
         return y.transpose(0, 1) if self._swaps else y, states
 
@@ -154,18 +155,19 @@ class Call:
 def train_step(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
                state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty; callers check these."""
-    known = engine.shared() if engine.shared is not None else None
+    place = place_of(x)  # streams add up gradients apart, since nothing orders their calls
+    known = reference() if (reference := engine.shared.get(place)) is not None else None
     if known is None or not known.serves(weights):
-        known = Shared(engine, weights)
-        engine.shared = weakref.ref(known)
+        known = Shared(engine, weights, place)
+        engine.shared[place] = weakref.ref(known)
     return _apply(known, known.token, ready(x), *map(ready, state))
 
 
 class Shared:
     """The common part of the calls of a graph, which depend on its ``token``, and live as long as one of them does."""
 
-    def __init__(self, engine: Engine, weights: Sequence[torch.Tensor]) -> None:
-        self.engine, self.weights = engine, (*weights,)
+    def __init__(self, engine: Engine, weights: Sequence[torch.Tensor], place: Any) -> None:
+        self.engine, self.weights, self.place = engine, (*weights,), place
         self._asked = [w.requires_grad for w in weights]
         self.sums = Sums(weights)
         self.token: torch.Tensor = _Hand.apply(self.sums, *weights)
@@ -185,12 +187,13 @@ class Shared:
 
 
 class Sums:
-    """The gradients of weights of each backward pass that is under way."""
+    """The gradients of weights of each backward pass that is under way, of float32 where weights have 16 bits."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self._weights = [w.detach() for w in weights]
+        self._weight, self._shapes = weights[0].detach(), [w.shape for w in weights]
         if len(weights) == 2:  # a module has biases, and adds to their gradients
-            self._weights += [weights[0].new_empty(len(weights[0]))] * 2
+            self._shapes += [weights[0].shape[:1]] * 2
+        self._dtype: torch.dtype = getattr(torch, summed(NAMES[weights[0].dtype]))
         self._passes: dict[int, list[torch.Tensor]] = {}
 
     def of(self, suspects: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -198,7 +201,8 @@ class Sums:
         number = torch._C._current_graph_task_id()
         sums = self._passes.get(number)
         if sums is None:
-            sums = self._passes[number] = [w.new_zeros(w.shape) for w in self._weights]
+            sums = self._passes[number] = [self._weight.new_empty(s, dtype=self._dtype) for s in self._shapes]
+            torch._foreach_zero_(sums)  # one kernel for all
 
             def end() -> None:
                 self._passes.pop(number, None)  # nobody has asked for them
@@ -217,73 +221,48 @@ class _Hand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sums: Sums, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.sums = sums
+        ctx.sums, ctx.dtype = sums, weights[0].dtype
         return weights[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
         sums = ctx.sums.take()
         needed = ctx.needs_input_grad[1:]
-        return None, *(sums[n] if sums is not None and need else None for n, need in enumerate(needed))
+        return None, *(sums[n].to(ctx.dtype) if sums is not None and need else None for n, need in enumerate(needed))
 
 
-class TrainingStep:
-    """A step forward and back for as many rows as x has, by a layer that is bound to weights, ``one``."""
-
-    def __init__(self, engine: Engine, one: BoundLayer, x: torch.Tensor) -> None:
-        self.one, batch = one, math.prod(x.shape[:-1])
-        self._forward = one.layer.addressed(FORWARD, 1, batch, TENSORS)
-        self._backward = one.layer.addressed(BACKWARD, 1, batch, BACK)
-        self._shape = (*x.shape[:-1], engine.kind.hidden)
-        self._zero = one.layer.zero_state(batch)[1]
-        self._zeros = [self._zero] * len(engine.kind.widths)
-        self.kept_bytes = self._forward.kept_bytes
-        self._bytes = self.kept_bytes + 4 * batch * engine.kind.hidden
-
-    def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The memory that backward reads, y at its end, and the states after x."""
-        memory = x.new_empty(self._bytes, dtype=torch.uint8)
-        after = [*map(torch.empty_like, state)] or [x.new_empty(self._shape) for _ in self._zeros]
-        start = memory.data_ptr()
-        self._forward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros),
-                       *[s.data_ptr() for s in after]), start)
-        return memory, after
-
-    def backward(self, memory: torch.Tensor, x: torch.Tensor, state: Sequence[torch.Tensor],
-                 gradients: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of x and of the states before it; those of weights are added to ``sums``."""
-        outputs = [torch.empty_like(x), *[x.new_empty(self._shape) for _ in self._zeros]]
-        start, zero = memory.data_ptr(), self._zero
-        self._backward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros), zero,
-                        *[zero if g is None else g.data_ptr() for g in gradients], *[o.data_ptr() for o in outputs],
-                        *[s.data_ptr() for s in sums]), start)
-        return outputs
-
-
-def _taken(shared: Shared, x: torch.Tensor, again: bool) -> TrainingStep:
-    """Takes a step of the layer with the weights as they are now, or, ``again``, as they were in an earlier call."""
-    engine, weights, key = shared.engine, shared.weights, (x.shape, torch.get_num_threads(), "training")
-    step: TrainingStep | None = engine.calls.get(key)
-    if step is None or again or not engine.trained.take_this(step.one, weights):
-        one = engine.trained.take(weights, x, (1, math.prod(x.shape[:-1])), again=again)
-        if step is None or step.one is not one:
-            step = engine.calls[key] = TrainingStep(engine, one, x)
-    return step
+def _taken(shared: Shared, x: torch.Tensor, again: bool) -> tuple[BoundLayer, LayerStep]:
+    """Takes the layer with the weights as they are now, or, ``again``, as they were in an earlier call, and its step
+    for as many rows as x has."""
+    engine, weights, batch = shared.engine, shared.weights, math.prod(x.shape[:-1])
+    key = x.shape, shared.place, "training"
+    one: BoundLayer | None = engine.calls.get(key)
+    if one is None or again or not engine.trained.take_this(one, weights):
+        one = engine.calls[key] = engine.trained.take(weights, x, (1, batch), again=again)
+    step = one.step(1, batch)
+    assert step is not None
+    return one, step
 
 
 class _Step(torch.autograd.Function):
-    """Computes the states after x (B, I), or (I,), from ``state`` or from zeros."""
+    """Computes the states after x (B, I), or (I,), from ``state`` or from zeros. What is saved has an h of its own: a
+    program may write to the one that it gets."""
 
     @staticmethod
     def forward(ctx: Any, shared: Shared, token: torch.Tensor, x: torch.Tensor,
                 *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        step = ctx.step = _taken(shared, x, False)
+        ctx.one, ctx.step = one, step = _taken(shared, x, False)
+        kind = shared.engine.kind
+        shape = *x.shape[:-1], kind.hidden
         try:
-            ctx.packs = step.one.packs
-            memory, after = step.forward(x, state)
+            ctx.packs = one.packs
+            memory = x.new_empty(step.kept_bytes + x.itemsize * math.prod(shape), dtype=torch.uint8)
+            after = [*map(torch.empty_like, state)] or [x.new_empty(shape) for _ in kind.widths]
+            start = memory.data_ptr()
+            step.ahead(x, state, start + step.kept_bytes, after, start)
         finally:
-            shared.engine.trained.give(step.one)
-        ctx.shared, ctx.versions = shared, step.one.snapshot.versions
+            shared.engine.trained.give(one)
+        ctx.shared, ctx.versions = shared, one.snapshot.versions
         ctx.save_for_backward(memory, x, *state)
         ctx.set_materialize_grads(False)
         return tuple(after)
@@ -291,21 +270,25 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         memory, x, *state = ctx.saved_tensors
-        shared, step, trained = ctx.shared, ctx.step, ctx.shared.engine.trained
+        shared, one, step, trained = ctx.shared, ctx.one, ctx.step, ctx.shared.engine.trained
         sums = shared.sums.of(shared.weights)
-        if torch.is_grad_enabled() or any(map(is_batched, gradients)):
+        if torch.is_grad_enabled() or any(map(is_batched, gradients)) or captured(x):
             kept, y = memory.split((step.kept_bytes, len(memory) - step.kept_bytes))
             shared.check(ctx.versions)
             return None, None, *_by_operator(shared, sums, x, state, y.view(x.dtype), kept, gradients)
         memory, x, *state = map(ready, (memory, x, *state))  # they may have been away, in a file
-        if not trained.take_this(step.one, shared.weights, ctx.packs):
+        if not trained.take_this(one, shared.weights, ctx.packs):
             shared.check(ctx.versions)
-            step = _taken(shared, x, True)
+            one, step = _taken(shared, x, True)
         try:
-            dx_and_states = step.backward(memory, x, state, [g if g is None else ready(g) for g in gradients], sums)
+            kind, start = shared.engine.kind, memory.data_ptr()
+            dx, shape, wanted = torch.empty_like(x), (*x.shape[:-1], kind.hidden), state or not step.optional
+            before = [x.new_empty(shape) for _ in kind.widths] if wanted else []
+            step.back(x, state, start + step.kept_bytes, start,
+                      (None, *[g if g is None else ready(g) for g in gradients]), dx, before, sums, True)
         finally:
-            trained.give(step.one)
-        return None, None, *dx_and_states[:1 + len(state)]
+            trained.give(one)
+        return None, None, dx, *before[:len(state)]
 
 
 # past the checks of Function.apply() for torch.func, whose calls go by operators

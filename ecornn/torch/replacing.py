@@ -23,12 +23,12 @@ from ecornn.boundary import public
 from ecornn.build import cache
 from ecornn.build.commands import WORK
 from ecornn.cells import BUILTIN
-from ecornn.errors import ArgumentError, EcornnError
+from ecornn.errors import ArgumentError, EcornnError, FallbackError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import get_ready, known
 from ecornn.torch import compiling, engine, falling_back
-from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
+from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell, is_left
 from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.modules import GRU, LSTM, RNN, Compiled, Sequences
@@ -88,7 +88,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     layer has it as ``wait``. ``ECORNN_WAIT=1`` and ``torch.use_deterministic_algorithms(True)`` have all layers wait;
     :func:`ecornn.torch.prepare` compiles ahead.
 
-    Raises :class:`ArgumentError` for another ``tf32``, ``keep`` or ``wait``."""
+    Raises :class:`ArgumentError` for another ``tf32``, ``keep`` or ``wait``; with ``ECORNN_STRICT=1``
+    :class:`~ecornn.errors.FallbackError` in place of leaving a recurrent layer alone, and changes nothing."""
     if tf32 is not None and not isinstance(tf32, bool):
         raise ArgumentError("tf32", tf32, "None, True or False")
     if not isinstance(wait, bool):
@@ -98,20 +99,20 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     def ours(kind: Any) -> type[Any]:
         return OURS[kind] if kind in CELLS or (fullgraph and kind in OURS) else compiled_class(kind)
 
-    swapped, kept = [], {}
+    swapped, kept = dict[str, Any](), dict[str, str]()
     for name, module in model.named_modules():
-        name = name or type(module).__name__
-        if isinstance(module, (Sequences, *COMPILED)):
-            continue
-        if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
+        if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)) and not isinstance(module, COMPILED):
             if (why := obstacle(module)) is None:
-                reclass(module, ours)
-                module.tf32, module.wait = tf32, wait
-                if isinstance(module, torch.nn.RNNBase):
-                    module.keep = keep
-                swapped.append(name)
+                swapped[name or type(module).__name__] = module
             else:
-                kept[name] = why
+                kept[name or type(module).__name__] = why
+    if kept and falling_back.strict():
+        raise FallbackError("; ".join(f"{name} would be left alone: {why}" for name, why in kept.items()))
+    for module in swapped.values():
+        reclass(module, ours)
+        module.tf32, module.wait = tf32, wait
+        if isinstance(module, torch.nn.RNNBase):
+            module.keep = keep
     if swapped:
         with contextlib.suppress(ImportError, EcornnError):  # which the first call raises
             get_ready()
@@ -210,7 +211,7 @@ def specs(module: Any, input: Any, hx: Any) -> list[tuple[LayerSpec, str]]:
     why, asked = falling_back.obstacle(module, input, hx)
     packed = isinstance(input, PackedSequence)
     data = input.data if packed else input
-    if why or data.numel() == 0 or (data.is_cuda and (packed or (asked and module.one_step))):
+    if why or data.numel() == 0 or (data.is_cuda and packed) or (module.one_step and is_left(module, data)):
         return []
     sizes = (len(input.batch_sizes), int(input.batch_sizes[0])) if packed else module.call_sizes(data)
     target, (T, B) = "cpu" if data.is_cpu else "cuda", sizes

@@ -19,13 +19,14 @@ from ecornn.schedules.assemble import call_buffers, vector_buffer
 from ecornn.schedules.backward import passes
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed, gathered, materialized, replayed
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
-from ecornn.schedules.base import Component, Task, beside, joined
+from ecornn.schedules.base import Component, Task, beside, in_stages, joined, prepared
 from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.cuda.isa import sync_block
 from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.gemm.projection import align
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import written
+from ecornn.schedules.rates import short
 from ecornn.schedules.timeline import Timeline, piece_buffers
 from ecornn.workload import Traversal
 
@@ -79,13 +80,14 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     without its buffer ``outputs``. ``add``: to gradients of parameters, where the scalar ``add`` is not 0; ``add_dx``:
     to dx; ``chunked``: rows are a chunk's, sums go on in ``sums_<...>_parts``; ``dx``: its type."""
     w, memory = task.workload, Memory(task, adjoint, kept)
+    if short(task) and not chunked and not any(space.variables for space in passes.made_of_inputs(memory)):
+        return _few_launches(memory, layout, recurrence, add, add_dx, dx)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
-    step = w.batch * memory.outputs_row if written(adjoint) else 0
-    own = (Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ()
+    own = _outputs(memory)
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | passes.places_of_inputs(memory)
-    of_x = joined(passes.input_gradients(memory, add_dx, dx), step_sums(memory, chunked),
+    of_x = joined(passes.input_gradients(memory, add_dx, dx), *step_sums(memory, chunked),
                   vector_gradients(memory, add) if at_once else Component())
-    of_weights = weight_gradients(memory, multiplied, add)
+    of_weights = joined(*weight_gradients(memory, multiplied, add))
     alone = any(space.variables for space in passes.made_of_inputs(memory))  # what the one makes, the other reads
     after = joined(of_x, of_weights) if alone else beside(of_x, of_weights)
     before, serial = [align(task), *gathered(memory, chunked)], joined(replay(memory, layout), recurrence)
@@ -96,10 +98,31 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     # after it, and may lie where the recurrence's inputs were
     later = [one for one in before if not read.intersection(b.name for b in one.buffers)]
     along = [one for one in later if not chunked and sum(b.nbytes(w.seq) for b in one.buffers) <= FEW]
-    until = joined(Component(buffers=own), *(one for one in before if one not in later), serial)
+    until = joined(own, *(one for one in before if one not in later), serial)
     rows = joined(beside(until, joined(*along)), *(one for one in later if one not in along), after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), Component() if at_once else vector_gradients(memory, add))
+
+
+def _few_launches(memory: Memory, layout: Hoisted, recurrence: Component, add: bool, add_dx: bool,
+                  dx: str | None) -> tuple[Component, Component]:
+    """The components of :func:`parts_of` for few steps, whose kernels take less than to launch them: those that wait
+    for nothing of each other are one, and all is in the first component."""
+    task = memory.task
+    multiplied = memory.leaves() | memory.outputs() | replayed(memory) | passes.places_of_inputs(memory)
+    before = in_stages(align(task), *gathered(memory))
+    counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
+    gradients = joined(in_stages(*step_sums(memory), state_gradients(memory)), vector_gradients(memory, add))
+    after = in_stages(passes.input_gradients(memory, add_dx, dx), gradients,
+                      *weight_gradients(memory, multiplied, add, apart=True))
+    return joined(_outputs(memory), counted, before, prepared(replay(memory, layout), recurrence), after), Component()
+
+
+def _outputs(memory: Memory) -> Component:
+    """The workspace that the recurrence writes, if it writes any."""
+    w = memory.task.workload
+    step = w.batch * memory.outputs_row if written(memory.adjoint) else 0
+    return Component(buffers=(Buffer("outputs", WORKSPACE, w.dtype, Extent(0, step)),) if step else ())
 
 
 def replay(memory: Memory, layout: Hoisted) -> Component:

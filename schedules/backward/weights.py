@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import gcd, prod
+from operator import itemgetter
 
 from ecornn.analysis.step import OuterProduct, StepGraph
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
@@ -38,17 +39,22 @@ class Group:
     heads: int = 1
 
 
-def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False) -> Component:
-    """``d_<parameter>`` of matrices (G, H, K), float32, 0 of unused gates; ``add``: where scalar ``add`` is not 0."""
+def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False,
+                     apart: bool = False) -> list[Component]:
+    """``d_<parameter>`` of matrices (G, H, K), float32, 0 of unused gates; ``add``: where scalar ``add`` is not 0. One
+    component after the other; ``apart``: of each parameter, at the same time, which takes more memory."""
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
     first = None if add else False
-    made = [_outer(memory, n, group, first if group.first else True) for n, group in enumerate(groups)]
-    largest = max((b for part in made for b in part.buffers), key=lambda b: b.extent.fixed, default=None)
-    whole = replace(joined(*made), buffers=() if largest is None else (largest,))
+    made = [(group.parameter, _outer(memory, n, group, first if group.first else True, apart))
+            for n, group in enumerate(groups)]
     used = {(g.parameter, gate) for g in groups for gate in g.gates}
     unused = [(n, g) for n, s in forward.parameters.items() if len(s) == 3 for g in range(s[0]) if (n, g) not in used]
-    return joined(whole, zeros(forward, unused, memory.task.device.cores, add))
+    rest = zeros(forward, unused, memory.task.device.cores, add)
+    if apart:
+        return [*(joined(*(part for _, part in those)) for _, those in groupby(made, key=itemgetter(0))), rest]
+    largest = max((b for _, part in made for b in part.buffers), key=lambda b: b.extent.fixed, default=None)
+    return [replace(joined(*(part for _, part in made)), buffers=() if largest is None else (largest,)), rest]
 
 
 def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
@@ -86,8 +92,9 @@ def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]],
                  not any(g.parameter == parameter and set(g.gates) & set(gates) for g in before), heads)
 
 
-def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Component:
-    """The sums of all rows; or two kernels: sums of parts of the rows, and their sum."""
+def _outer(memory: Memory, number: int, group: Group, add: bool | None, apart: bool) -> Component:
+    """The sums of all rows; or two kernels: sums of parts of the rows, in memory that is ``apart`` or shared, and their
+    sum."""
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
                    rows_mask(task.traversal), group.heads)
@@ -105,13 +112,14 @@ def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Compo
     kernel = (outer_wgmma_kernel if hopper else outer_kernel)(job, shape, into)
     grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (shape.tiles * shape.parts, THREADS)
     names = {"values": group.values.name, "operand": group.operand.name}
-    names["into"] = target if shape.parts == 1 else "outer_parts"
+    parts = f"outer_{number}_parts" if apart else "outer_parts"
+    names["into"] = target if shape.parts == 1 else parts
     product = Launch(job.name, grid, threads, shape.shared, names=names)
     if shape.parts == 1:
         return Component({job.name: kernel}, (), (product,))
     functions = {job.name: kernel, adder: adding_kernel(adder, height, width, shape.parts, blocks, into)}
-    sums = Buffer("outer_parts", WORKSPACE, "float32", Extent(shape.parts * height * width))
-    add_up = Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": target})
+    sums = Buffer(parts, WORKSPACE, "float32", Extent(shape.parts * height * width))
+    add_up = Launch(adder, blocks, THREADS, names={"parts": parts, "into": target})
     return Component(functions, (sums,), (product, add_up))
 
 
@@ -157,10 +165,10 @@ class _Group:
         return self.values[0][1].columns.name
 
 
-def step_sums(memory: Memory, accumulate: bool = False) -> Component:
-    """The first pass over the rows of every step; ``accumulate``: added to the sums that are there."""
-    return joined(*(_partial(f"sums_{g.name}", g, memory.task.workload.hidden, accumulate)
-                    for g in _groups(memory) if g.each == STEPS))
+def step_sums(memory: Memory, accumulate: bool = False) -> list[Component]:
+    """The first passes over the rows of every step; ``accumulate``: added to the sums that are there."""
+    return [_partial(f"sums_{g.name}", g, memory.task.workload.hidden, accumulate)
+            for g in _groups(memory) if g.each == STEPS]
 
 
 def vector_gradients(memory: Memory, add: bool = False) -> Component:

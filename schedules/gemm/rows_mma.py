@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import product
 from math import gcd, prod
 
 from ecornn.program import Packing
@@ -32,17 +33,34 @@ def shape_of(job: Job) -> Shape:
     rows = job.rows
     exact, heads = job.arithmetic == "float32", [o.depth for o in job.operands if o.heads > 1]
     octets = max(1, (WIDE // 2 if exact else WIDE) // max(rows, 1))  # sums of k-tiles need registers, too
-    octets = max(n for n in range(1, octets + 1) if n == 1 or all(own % (8 * COLUMN_WARPS * n) == 0 for own in heads))
-    accumulators = octets * max(rows, 1)
+    fitting = [n for n in range(1, octets + 1) if n == 1 or all(own % (8 * COLUMN_WARPS * n) == 0 for own in heads)]
+    accumulators = fitting[-1] * max(rows, 1)
     tiles = 1 if accumulators > 16 else 2 if accumulators > 8 or exact else 4
-    columns = -(-job.units // (8 * COLUMN_WARPS * octets))
     parts = tuple(-(-words(o.depth, job.dtype) // (LINE // 4)) for o in job.operands)
-    shape = Shape(rows, COLUMN_WARPS * octets, LEAST_ROWS * tiles, columns, parts, ROW * 4, STAGES)
+    def of(octets: int, tiles: int) -> Shape:
+        columns = -(-job.units // (8 * COLUMN_WARPS * octets))
+        return Shape(rows, COLUMN_WARPS * octets, LEAST_ROWS * tiles, columns, parts, ROW * 4, STAGES)
+    shape = of(fitting[-1], tiles)
     if not rows:
         return replace(shape, stages=0, beside=16)
+    if exact and job.expected is not None and turns(job, shape) < 1:
+        # Tiles that are as small as fill the chip: what a block multiplies is all of the time.
+        shape = min((of(*size) for size in product(fitting, range(1, tiles + 1))), key=partial(_effort, job))
     while shape.shared > job.device.shared and (shape.stages, shape.height) != (2, LEAST_ROWS):
         shape = replace(shape, stages=2) if shape.stages > 2 else replace(shape, height=shape.height // 2)
     return shape
+
+
+def turns(job: Job, s: Shape) -> float:
+    """How many tiles of the expected rows a multiprocessor has."""
+    assert job.expected is not None
+    return -(-job.expected // s.height) * s.columns / job.device.cores
+
+
+def _effort(job: Job, s: Shape) -> float:
+    """A multiprocessor's work: products of tiles of ``mma``, and the splitting of their operands."""
+    tiles, products = warp_tiles(s)
+    return max(1.0, turns(job, s)) * (tiles * products + tiles + products)
 
 
 def warp_tiles(s: Shape) -> tuple[int, int]:

@@ -249,6 +249,15 @@ class Mine(Cell):
     assert "error: cell='" in ended("check-cell", f"{file}:Other", code=2).output
 
 
+def test_a_check_without_a_compiler_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("ECORNN_CACHE", "off")
+    found = msgspec.convert(from_json("check-cell", "rnn_tanh", "--hidden", "8", "--target", "cpu", code=1), Report)
+    fails = [row.forward.why for row in found.rows if row.forward.result == "fails"]
+    assert fails and all("no C++ compiler" in why for why in fails)
+
+
 def check(cell: Any, *devices: Device) -> Report:
     return cell_checks.check_cell("mine", cell, 16, None, 3, list(devices))
 

@@ -18,6 +18,7 @@ from cuda_as_cpp import translate
 from ecornn import program as programs
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
+from ecornn.build.one_kernel import as_launched
 
 Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -85,7 +86,7 @@ class Emulated:
     def __init__(self, program: programs.Program, folder: Path, arch: str = "sm_90a", lazy: bool = True,
                  ordered: bool = False, change: Callable[[str], str] = str) -> None:
         kernels, source = lower(program, arch)
-        self.program, self.kernels, self.lazy = program, kernels, lazy
+        self.program, self.kernels, self.lazy = as_launched(program)[0], kernels, lazy
         self.library = compiled(translate(change(source)), [k.symbol for k in kernels.values()], folder, ordered)
 
     def run(self, x: np.ndarray, states: Mapping[str, np.ndarray],

@@ -134,8 +134,8 @@ def test_what_follows_the_recurrence(tmp_path, monkeypatch, cell, sizes, dtype, 
     there = {n: generator.uniform(-1, 1, v.shape).astype(np.float32 if n[2:] in parameters else kind)
              for n, v in wanted.items()}
     factors = memory.leaves() | memory.outputs() | replayed(memory) | places_of_inputs(memory)
-    part = joined(input_gradients(memory, add), weight_gradients(memory, factors, add or bool(parts)),
-                  step_sums(memory), state_gradients(memory), vector_gradients(memory, add or bool(parts)))
+    part = joined(input_gradients(memory, add), *weight_gradients(memory, factors, add or bool(parts)),
+                  *step_sums(memory), state_gradients(memory), vector_gradients(memory, add or bool(parts)))
     if dtype == "tf32":
         values["outputs"] = (values["outputs"].view(np.uint32) + np.uint32(0x1000)).view(np.float32)
     passes = Passes(part, tmp_path, given)
@@ -320,7 +320,7 @@ def test_a_gate_that_nobody_uses_has_no_gradient(tmp_path):
     given = {n: (s, "float32") for n, s in (("x", (3, 2, 5)), ("outputs", (3, 2, len(memory.outputs()), 5)))}
     given |= {f"d_{n}": (s, "float32") for n, s in unused.items() if len(s) == 3}
     values = {n: np.ones(s) for n, (s, _) in given.items() if not n.startswith("d_")}
-    passes = Passes(weight_gradients(memory, places, add=True), tmp_path, given)
+    passes = Passes(joined(*weight_gradients(memory, places, add=True)), tmp_path, given)
     for there in (0, 2):
         start = {n: np.full(s, there) for n, (s, _) in given.items() if n.startswith("d_")} if there else {}
         found = passes.run(3, 2, values | start, add=bool(there))
@@ -338,7 +338,7 @@ def small(dtype, sizes):
     wanted = {"d_weight_ih": exact["outputs"].T @ exact["x"], "d_weight_hh": exact["outputs"].T @ exact["before_h"]}
     values["before_h"] = filled_up(values["before_h"], memory)
     given = {n: (v.shape, dtype) for n, v in values.items()} | {n: (v.shape, "float32") for n, v in wanted.items()}
-    return values, wanted, given, weight_gradients(memory, memory.leaves() | memory.outputs())
+    return values, wanted, given, joined(*weight_gradients(memory, memory.leaves() | memory.outputs()))
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [("bfloat16", (40, 12, 24, 72)), ("float32", (20, 9, 12, 36)),
@@ -391,7 +391,7 @@ def test_sums_are_of_values_before_tf32_rounds_them(tmp_path, schedule):
     passes = Memory(layer, back, kept(back, "gates"))
     given = {"outputs": (exact.shape, "float32"), "vectors": ((len(layer.graph.vectors), H), "float32"),
              **{f"d_{n}": (v.shape, "float32") for n, v in wanted.items()}}
-    found = Passes(joined(step_sums(passes), vector_gradients(passes)), tmp_path / "sums", given).run(
+    found = Passes(joined(*step_sums(passes), vector_gradients(passes)), tmp_path / "sums", given).run(
         T, B, {"outputs": memory["outputs"][:exact.size].reshape(exact.shape)})
     for name, exactly in wanted.items():
         assert exactly.any() and np.abs(found[f"d_{name}"] - exactly).max() <= 1e-6 * np.abs(exactly).max(), name

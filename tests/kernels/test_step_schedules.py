@@ -29,7 +29,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Program
 from ecornn.schedules import all_schedules
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.backward.weights import weight_gradients
-from ecornn.schedules.base import Schedule, Task
+from ecornn.schedules.base import Schedule, Task, joined
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.gemm.wgmma_mainloop import THREADS
@@ -311,7 +311,7 @@ def resources_without_spills(source: str, kernel: str = "") -> dict[str, dict[st
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 800), ("bfloat16", 803), ("float32", 800)])
 def test_gradients_of_weights(dtype, width):
     memory = memory_of("lstm", (300, 20, width, width), dtype, device=HOPPER)
-    part = weight_gradients(memory, memory.leaves() | memory.outputs(), add=True)
+    part = joined(*weight_gradients(memory, memory.leaves() | memory.outputs(), add=True))
     names = ("x", "before_h", "outputs", "d_weight_ih", "d_weight_hh")
     others = tuple(Buffer(n, WORKSPACE, dtype if n[:2] != "d_" else "float32", Extent(1)) for n in names)
     source = lower(Program.running(dict(part.functions), (*part.buffers, *others), part.calls), "sm_90a")[1]

@@ -165,3 +165,10 @@ def test_an_editable_installation_has_the_same_layout(tmp_path: Path):
     file = Path(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH="").strip())
     assert file.name == "__init__.py" and file.parent.name == "schedules"
     assert file.read_bytes() == (ROOT / "schedules" / "__init__.py").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_without_its_package_a_front_end_says_what_to_install(name: str):
+    code = f"import sys; sys.modules[{name!r}] = None; import ecornn.{name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"MissingPackageError: ecornn.{name} needs {name}, which is not installed: pip install {name}" in done.stderr

@@ -39,6 +39,13 @@ def agrees(layer: ecornn.Layer, cell: str, weights: dict[str, np.ndarray]) -> No
     assert np.linalg.norm(layer(x)[0] - wanted) <= 1e-6 * np.linalg.norm(wanted)
 
 
+def test_other_users_can_read_a_file_of_weights(tmp_path: Path):
+    path, plain = tmp_path / "w.safetensors", tmp_path / "plain"
+    save(path, random_weights("gru", 2, 2))
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
 def test_a_layer_of_a_safetensors_file(tmp_path: Path):
     weights, file, out = random_weights("gru", I, H, 1, 2, 2), tmp_path / "model.safetensors", tmp_path / "gru.so"
     save(file, {f"encoder.{n}": w for n, w in weights.items()} | {"encoder.more.weight_ih_l0": np.zeros((2, 2)),

@@ -142,7 +142,8 @@ def test_what_calls_of_a_graph_share():
     x.requires_grad_()
     one, other = Loop(ours)(x), Loop(ours)(x)  # both at the same time
     found = torch.autograd.grad(one.sum(), x)[0]  # no weights
-    shared = engine.engine_of(ours).shared()
+    [reference] = engine.engine_of(ours).shared.values()
+    shared = reference()
     assert shared is not None and not shared.sums._passes
     exact_x = x.detach().double().requires_grad_()
     agree(found, torch.autograd.grad(Loop(theirs)(exact_x).sum(), exact_x)[0], 2e-6)
@@ -312,15 +313,31 @@ def test_prepare_compiles_what_a_loop_calls(capsys: pytest.CaptureFixture[str]):
     assert type(model.cell) is ecornn.torch.GRUCell
 
 
-@pytest.mark.parametrize("name, dtype, most", [("LSTMCell", torch.float16, 128), ("GRUCell", torch.bfloat16, 128),
-                                               ("RNNCell", torch.float16, 512), ("LSTMCell", torch.float32, 256)])
-def test_large_steps_and_training_are_left_to_pytorch_on_a_gpu(name, dtype, most, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name, dtype, trains, runs", [
+    ("LSTMCell", torch.float16, 128, 128), ("GRUCell", torch.bfloat16, 128, 128), ("RNNCell", torch.float16, 512, 512),
+    ("LSTMCell", torch.float32, 128, 256)])
+def test_large_steps_are_left_to_pytorch_on_a_gpu(name, dtype, trains, runs, monkeypatch: pytest.MonkeyPatch):
     cell = getattr(ecornn.torch, name)(1024, 1024, dtype=dtype)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    rows = [torch.empty(count, 1024, dtype=dtype) for count in (1, most, 2 * most)]
-    assert [cells._is_left(cell, x) for x in rows] == [True] * 3 and not cells._is_left(cell, None)
-    with torch.no_grad():
-        assert [cells._is_left(cell, x) for x in rows] == [False, False, True]
+    for most, enabled in ((trains, True), (runs, False)):
+        rows = [torch.empty(count, 1024, dtype=dtype) for count in (1, most, 2 * most)]
+        with torch.set_grad_enabled(enabled):
+            assert [cells.is_left(cell, x) for x in rows] == [False, False, True] and not cells.is_left(cell, None)
+
+
+@EVERY
+def test_steps_that_are_left_are_pytorchs(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    _, ours = pair(name, **options)
+    theirs = copy.deepcopy(ours)
+    ecornn.torch.restore(theirs)
+    monkeypatch.setattr(cells, "is_left", lambda *_: True)
+    for shape in ((T, B, I), (T, I)):
+        x = torch.randn(shape)
+        assert torch.equal(Loop(ours)(x), Loop(theirs)(x))
+    wrong = torch.zeros(B, H + 1)
+    given = torch.zeros(B, I), (wrong,) * 2 if name == "LSTMCell" else wrong
+    refused(RuntimeError, "hidden", theirs, *given)
+    refused(RuntimeError, "hidden", ours, *given)
 
 
 # -- on a GPU -----------------------------------------------------------------------------------
@@ -346,26 +363,76 @@ def test_loops_on_a_gpu(name: str, options: dict[str, Any], dtype: torch.dtype):
 
 
 @pytest.mark.gpu
-def test_training_on_a_gpu_is_pytorchs_and_later_calls_have_the_new_weights():
-    """Also in a CUDA graph, and in one of torch.compile."""
-    exact, ours, x = on_gpu("LSTMCell")
-    optimizer = torch.optim.SGD(ours.parameters(), 0.1, fused=True)  # which raises no version
-    for _ in range(3):
-        with torch.no_grad():
-            agree(Loop(ours)(x), Loop(exact)(x.double()), FORWARD)
-        Loop(ours)(x).square().sum().backward()
-        assert not engine.engine_of(ours).trained._modules
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_training_of_loops_on_a_gpu(name: str, options: dict[str, Any], dtype: torch.dtype):
+    """Also after each step of an optimizer that raises no version; the calls in between have the new weights."""
+    exact, ours, _ = on_gpu(name, dtype, **options)
+    optimizer = torch.optim.SGD(ours.parameters(), 1e-3, fused=True)
+    for shape in ((T, B, I), (T, B, I), (T, I), (T, 70, I)):
+        load(exact, ours)
+        x = torch.randn(shape, device="cuda").to(dtype)
+
+        def step(cell: Any, x: torch.Tensor) -> list[torch.Tensor]:
+            x = x.detach().requires_grad_()
+            y = Loop(cell)(x)
+            return [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *cell.parameters()])]
+
+        wanted, found = step(exact, x.double()), step(ours, x)
+        assert engine.known_engine(ours).trained._modules
+        ecornn.torch.restore(ours)
+        others = step(ours, x)
+        ecornn.torch.replace(ours)
+        for one, other, right in zip(found, others, wanted, strict=True):
+            assert one.dtype == dtype
+            assert error(one, right) <= (2e-5 if dtype == torch.float32 else 2 * error(other, right) + 1e-6)
+        Loop(ours)(x).square().mean().backward()
         optimizer.step()
         load(exact, ours)
-    graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            limit = FORWARD if dtype == torch.float32 else 2 * error(others[0], wanted[0])
+            assert error(Loop(ours)(x), Loop(exact)(x.double())) <= max(limit, 1e-3 * (dtype != torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node", "ignore:The CUDA Graph is empty")
+def test_training_on_streams_and_in_graphs_of_a_gpu():
+    """Streams add up gradients apart; a CUDA graph captures PyTorch's step, and one of torch.compile has it, too."""
+    exact, ours, x = on_gpu("LSTMCell")
+    streams, losses = [torch.cuda.Stream() for _ in range(3)], []
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            losses.append(Loop(ours)(x).square().sum())
+    torch.cuda.synchronize()
+    found = torch.autograd.grad(sum(losses), [*ours.parameters()])
+    torch.cuda.synchronize()
+    agree(found, torch.autograd.grad(3 * Loop(exact)(x.double()).square().sum(), [*exact.parameters()]), 2e-5)
+    graph, step = torch.cuda.CUDAGraph(), lambda: Loop(ours)(x).square().sum().backward()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    ours.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(2):
+        for p in ours.parameters():
+            p.grad.zero_()
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        wanted = torch.autograd.grad(Loop(exact)(x.double()).square().sum(), [*exact.parameters()])
+        agree([p.grad for p in ours.parameters()], wanted, 2e-5)
+    captured = torch.cuda.CUDAGraph()
     with torch.no_grad():
         Loop(ours)(x)
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(captured):
             y = Loop(ours)(x)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
-        graph.replay()
+        captured.replay()
         agree(y, Loop(exact)(x.double()), FORWARD)
     agree_in_gradients(torch.compile(Loop(ours), backend="aot_eager", fullgraph=True), Loop(exact), x)
 

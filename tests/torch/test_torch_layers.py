@@ -143,8 +143,12 @@ class Classifier(torch.nn.Module):
         return self.own(y)[0], self.cell(y[-1])
 
 
-def test_replace_swaps_what_it_can_and_says_what_it_could_not():
+def test_replace_swaps_what_it_can_and_says_what_it_could_not(monkeypatch: pytest.MonkeyPatch):
     model, x = Classifier().eval(), torch.randn(T, B, I)
+    monkeypatch.setenv("ECORNN_STRICT", "1")
+    refused(FallbackError, "other would be left alone: Other has methods of its own", ecornn.torch.replace, model)
+    assert not isinstance(model.first, ecornn.torch.LSTM)
+    monkeypatch.setenv("ECORNN_STRICT", "0")
     with torch.no_grad():
         wanted = copy.deepcopy(model).double()(double(x))
         names, weight = list(model.state_dict()), model.first.weight_ih_l0
@@ -308,7 +312,8 @@ def test_copies(layer: Any, how: str):
 
 
 @pytest.mark.parametrize("method", ["forward", "check_forward_args", "permute_hidden"])
-def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str):
+def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ECORNN_STRICT", "0")
     kind = type("Mine", (torch.nn.LSTM,), {method: lambda self, *args: args})
     assert ecornn.torch.replace(Model(kind(I, H))).kept == {
         "layer": f"Mine has methods of its own, which may do more: {method}"}
@@ -347,7 +352,8 @@ def test_a_forward_that_goes_on_in_pytorchs_goes_on_in_ours(kind: Any, monkeypat
 
 
 @pytest.mark.parametrize("forward", [torch.nn.LSTM.forward, lambda self, x: torch.nn.LSTM.forward(self, x)])
-def test_a_forward_that_goes_elsewhere_is_left_alone(forward: Any):
+def test_a_forward_that_goes_elsewhere_is_left_alone(forward: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ECORNN_STRICT", "0")
     kind = type("Mine", (torch.nn.LSTM,), {"forward": forward})
     assert ("layer" in ecornn.torch.replace(Model(kind(I, H))).kept) == (forward is not torch.nn.LSTM.forward)
 

@@ -48,8 +48,15 @@ def test_a_process_says_that_it_compiles_and_the_next_one_need_not(tmp_path: Pat
     assert used == "True" and said.count("compiling gru T=4 B=2 I=5 H=6 float32, as the first call") == 1
     assert "ecornn.torch.prepare(model, *example) does it ahead" in said and len(said.splitlines()) == 1
     assert run() == ("False", "")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "new.jsonl").write_text("")  # a record might be there
+    nowhere = tmp_path / "nowhere"  # as in a container: no compiler, and logs that lie elsewhere
+    nowhere.mkdir()
+    environment |= {"PATH": str(nowhere), "CXX": "", "ECORNN_TUNING_LOGS": str(tmp_path / "other")}
+    assert run() == ("False", "")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "new.jsonl").write_text("")  # a record might be there
+    done = subprocess.run([sys.executable, "-c", TWO_CALLS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "no C++ compiler" in done.stderr
+    environment |= {"PATH": os.environ["PATH"], "CXX": os.environ.get("CXX", "")}
     assert run()[0] == "True"
 
 

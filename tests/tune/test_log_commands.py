@@ -126,9 +126,27 @@ def test_log_commands(log, folder, tmp_path):  # noqa: F811
     run("log", "export", path, "-o", target)
     assert len(read(target).lines) == 3 and not read(target).problems
     run("log", "export", path, "-o", target, code=2)  # never overwrites
-    run("log", "export", "--best", "-o", best)  # of all folders, the shipped one too
-    found = [line.record.config for line in read(best).lines]
-    assert {"blocks": 2} in found and {"blocks": 1} not in found
+    run("log", "export", "--best", "-o", best)
+    assert [line.record.config for line in read(best).lines] == [{"blocks": 2}]  # of one's own
+
+
+def test_what_is_exported_is_ones_own(folder, tmp_path):  # noqa: F811
+    assert "no records to export; make some with" in run("log", "export", "-o", tmp_path / "none.jsonl", code=2)
+    h200 = structs.replace(H100, name="NVIDIA H200")
+    for name, record in (("mine.jsonl", timed(3.0, run="ab-1")), ("mine.jsonl", timed(4.0, run="ab-2", device=h200)),
+                         ("imported.jsonl", timed(5.0, run="ab-3"))):
+        append(folder / name, record)
+
+    def exported(*options: str) -> list[str]:
+        target = tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl"
+        run("log", "export", *options, "-o", target)
+        return [line.record.run for line in read(target).lines]
+
+    assert sorted(exported()) == ["ab-1", "ab-2"] and exported("--device", "h200") == ["ab-2"]
+    assert sorted(exported("--since", "2026-01-31")) == ["ab-1", "ab-2"]
+    for options in (("--since", "2026-02-01"), ("--device", "A100")):
+        said = run("log", "export", *options, "-o", tmp_path / "none.jsonl", code=2)
+        assert "no records to export of such runs; there are runs on NVIDIA H100" in said and "H200 (sm_90a)" in said
 
 
 def test_logs_for_programs(log, folder, tmp_path):  # noqa: F811
