@@ -137,6 +137,15 @@ def short(task: Task) -> bool:
     return task.workload.seq <= SHORT
 
 
+FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
+
+
+def light(task: Task) -> bool:
+    """True if kernels over the rows of all steps take about as long as to launch them: of short calls, and few rows."""
+    w = task.workload
+    return short(task) or w.seq * w.batch * w.hidden * w.itemsize <= FEW
+
+
 def others(task: Task) -> float:
     """Nanoseconds that a call takes beside its steps, with a schedule that has several launches and reads all weights
     before its first step; of a layer with one exchange."""

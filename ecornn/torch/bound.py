@@ -22,6 +22,7 @@ from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
+SEVERAL = "several"  # in place of a stream: more than one of them
 LEAST = 16  # rows of a module on a GPU once batches differ: less than that is hardly faster
 NEAR = 16  # times the batch of a call, the largest batch of a module that stands in for the call's own
 MOST = 64  # training steps that a layer keeps, by T and B
@@ -94,13 +95,16 @@ class HostWeights:
 
 
 class BoundLayer:
-    """A layer with weights packed in it; ``busy`` counts the calls under way, ``packs`` how often it has packed."""
+    """A layer with weights packed in it; ``busy`` counts the calls under way, ``packs`` how often it has packed.
+    ``place``: the one that has read them, if these are noted; ``packed_in``: the one that has packed them again."""
 
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
         self.layer: Layer = module.bind(kind.parameters(weights), device or 0, threads=threads)
         self.layer.whole_rows = True  # operators have one tensor for y
         self.busy = self.packs = 0
+        self.place: Any = None
+        self.packed_in: Any = None
         self._kind, self._steps = kind, dict[tuple[int, int], LayerStep]()
         self.snapshot = Snapshot(weights)
         self.packing: HostWeights | DeviceWeights = (HostWeights if x.is_cpu else DeviceWeights)(
@@ -114,6 +118,16 @@ class BoundLayer:
                 self._steps.clear()
             found = self._steps[steps, batch] = LayerStep(self._kind, self.layer, steps, batch)
         return found
+
+    def holds(self, weights: Sequence[torch.Tensor], place: Any = None, with_suspects: bool = False) -> bool:
+        """Tells whether it has these weights, and notes the stream that reads them, ``place``, if it does not train."""
+        if not self.snapshot.holds(weights, with_suspects):
+            return False
+        if place != self.place:
+            if self.packed_in not in (None, place) and place != GRAPHS:  # whose captures wait for all streams
+                return False  # they were packed in a stream that this one does not wait for
+            self.place = SEVERAL
+        return True
 
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
         same, snapshot = self.snapshot.same(weights), self.snapshot
@@ -133,7 +147,8 @@ class BoundLayers:
     On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own layers that train, so
     that packing comes before use. CUDA graphs have one that no stream uses any more, as of their first capture; it was
     called before, as PyTorch asks for. Each forward pass in a graph packs, since weights change between replays. Layers
-    that do not train are bound anew on a GPU, for all streams; on a CPU those that train serve these calls, too."""
+    that do not train are bound on a GPU for all streams, and packed in place where one stream alone has read them; on a
+    CPU those that train serve these calls, too."""
 
     def __init__(self, kind: Kind, trained: BoundLayers | None = None) -> None:
         self._kind, self._trains, self._trained = kind, trained is None, trained
@@ -168,10 +183,12 @@ class BoundLayers:
             one.busy += 1
         return one
 
-    def take_this(self, one: BoundLayer, weights: Sequence[torch.Tensor], packs: int | None = None) -> bool:
-        """Takes a layer that was taken before; False if its weights are not these, or it has packed since ``packs``."""
+    def take_this(self, one: BoundLayer, weights: Sequence[torch.Tensor], packs: int | None = None,
+                  place: Any = None) -> bool:
+        """Takes a layer that was taken before; False if its weights are not these, or it has packed since ``packs``.
+        ``place``: a stream, if the layer does not train."""
         with self._lock:
-            fits = one.snapshot.holds(weights) if packs is None else one.packs == packs
+            fits = one.holds(weights, place) if packs is None else one.packs == packs
             fits = fits and not one.packing.due
             one.busy += fits
         return fits
@@ -221,7 +238,8 @@ class BoundLayers:
     def _take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str,
               again: bool) -> BoundLayer:
         steps, batch = sizes
-        alike, where = self._alike(x, steps, masks), place_of(x) if self._trains or x.is_cpu else None
+        alike, place = self._alike(x, steps, masks), place_of(x)
+        where, reader = (place, None) if self._trains or x.is_cpu else (None, place)  # None: all streams
         if self._trained is not None and self._by_trained(x, alike, batch):
             try:
                 return self._trained._take(weights, x, sizes, masks, again)
@@ -236,7 +254,7 @@ class BoundLayers:
         if known is None and where == GRAPHS:
             room, known = self._for_graphs(alike, batch)
             bound[room] = known
-        if known is not None and (again or where != GRAPHS) and known.snapshot.holds(weights, again):
+        if known is not None and (again or where != GRAPHS) and known.holds(weights, reader, again):
             return known
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
@@ -246,11 +264,12 @@ class BoundLayers:
             alike, room = self._served(alike, batch, steps)
             bound, modules = self._bound.setdefault((*alike, where), {}), self._modules[alike]
             known = bound.get(room)
-            if known is not None and known.snapshot.holds(weights, again):
+            if known is not None and known.holds(weights, reader, again):
                 return known
         try:
-            if known is not None and not known.busy and where is not None:
+            if known is not None and not known.busy and (reader is None or known.place == reader != GRAPHS):
                 known.pack(weights)
+                known.packed_in = reader
                 return known
             if known is not None:
                 module = known.layer.module
@@ -262,6 +281,7 @@ class BoundLayers:
         except NotFiniteError:
             module = compiled(self._spec(alike, room, steps), x.device.type, infinite=True)
             one = bound[room] = BoundLayer(self._kind, module, weights, x)
+        one.place = reader
         return one
 
     def _alike(self, x: Any, steps: int, masks: str) -> Alike:

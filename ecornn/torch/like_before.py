@@ -57,7 +57,7 @@ def again(module: Any, x: Any, hx: Any) -> Any:
     if call.drops and module.training and module.dropout:
         return None
     one, layers = call.one, engine.inference
-    if one is None or not layers.take_this(one, weights):
+    if one is None or not layers.take_this(one, weights, place=call.queue and call.queue()):
         return None
     try:
         return call(x, state)
@@ -79,7 +79,7 @@ def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[tor
             calls.clear()
         # the first time it is None: with another T at each call there is nothing to make
         calls[key] = Call(module, x) if asked or key in calls else None
-    elif not asked and (call.one is None or not call.one.snapshot.holds(weights)):
+    elif not asked and (call.one is None or not call.one.holds(weights, call.queue and call.queue())):
         one = layers.take(weights, x, module.call_sizes(x))
         try:
             calls[key] = call.bound(one)

@@ -26,7 +26,7 @@ from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.gemm.projection import align
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import written
-from ecornn.schedules.rates import short
+from ecornn.schedules.rates import light
 from ecornn.schedules.timeline import Timeline, piece_buffers
 from ecornn.workload import Traversal
 
@@ -71,16 +71,13 @@ def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     return [*call, vector_buffer(task), *kept, *made, *piece_buffers(task.traversal, w, len(graph.states))]
 
 
-FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
-
-
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
              add_dx: bool = False, chunked: bool = False, dx: str | None = None) -> tuple[Component, Component]:
     """The components over the rows of all steps, and after the last one, with all workspaces, around ``recurrence``
     without its buffer ``outputs``. ``add``: to gradients of parameters, where the scalar ``add`` is not 0; ``add_dx``:
     to dx; ``chunked``: rows are a chunk's, sums go on in ``sums_<...>_parts``; ``dx``: its type."""
-    w, memory = task.workload, Memory(task, adjoint, kept)
-    if short(task) and not chunked and not any(space.variables for space in passes.made_of_inputs(memory)):
+    memory = Memory(task, adjoint, kept)
+    if light(task) and not chunked and not any(space.variables for space in passes.made_of_inputs(memory)):
         return _few_launches(memory, layout, recurrence, add, add_dx, dx)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     own = _outputs(memory)
@@ -93,21 +90,17 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     before, serial = [align(task), *gathered(memory, chunked)], joined(replay(memory, layout), recurrence)
     read = {one.names.get(p.name, p.name) for one in launches(serial.calls)
             for p in serial.functions[one.function].params}
-    # what only products after the recurrence read is made beside it, if that takes no longer than to launch it: what
-    # is made beside something else cannot lie in its memory, nor in that of what comes before it. Else it is made
-    # after it, and may lie where the recurrence's inputs were
+    # what only products after the recurrence read is made after it, and may lie where the recurrence's inputs were
     later = [one for one in before if not read.intersection(b.name for b in one.buffers)]
-    along = [one for one in later if not chunked and sum(b.nbytes(w.seq) for b in one.buffers) <= FEW]
-    until = joined(own, *(one for one in before if one not in later), serial)
-    rows = joined(beside(until, joined(*along)), *(one for one in later if one not in along), after)
+    rows = joined(own, *(one for one in before if one not in later), serial, *later, after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), Component() if at_once else vector_gradients(memory, add))
 
 
 def _few_launches(memory: Memory, layout: Hoisted, recurrence: Component, add: bool, add_dx: bool,
                   dx: str | None) -> tuple[Component, Component]:
-    """The components of :func:`parts_of` for few steps, whose kernels take less than to launch them: those that wait
-    for nothing of each other are one, and all is in the first component."""
+    """The components of :func:`parts_of` where kernels take less than to launch them: those that wait for nothing of
+    each other are one, and all is in the first component."""
     task = memory.task
     multiplied = memory.leaves() | memory.outputs() | replayed(memory) | passes.places_of_inputs(memory)
     before = in_stages(align(task), *gathered(memory))

@@ -38,7 +38,7 @@ from ecornn.schedules.cuda.isa.tensor_core import lowered, pack, unpack, words
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.gemm.projection import x_of
 from ecornn.schedules.keeping import outputs_row, spot, together, written
-from ecornn.schedules.rates import short
+from ecornn.schedules.rates import light
 from ecornn.schedules.timeline import Timeline, row_arguments
 from ecornn.workload import Traversal
 
@@ -229,7 +229,7 @@ def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
     """``before_<state>`` of each state that is read; ``chunked``: of a chunk, whose neighbours lie around it."""
     w, cores, found = memory.task.workload, memory.task.device.cores, []
     few = -(-w.seq * w.batch * w.hidden // (THREADS * 16 // w.itemsize))  # blocks, if each thread has 16 bytes
-    blocks = cores * (min(BLOCKS, -(-few // cores)) if short(memory.task) else BLOCKS)
+    blocks = cores * (min(BLOCKS, -(-few // cores)) if light(memory.task) else BLOCKS)
     for state in read_before(memory.adjoint, memory.kept):
         after, before = memory.after(state), memory.before(state)
         function = "gather_y" if after.name == "y" else "gather"

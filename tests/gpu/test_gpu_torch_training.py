@@ -369,6 +369,50 @@ def test_streams():
             ours.weight_hh_l0.mul_(0.5)
 
 
+@torch.no_grad()
+def test_streams_without_gradients():
+    """Weights are packed in place where one stream alone has read them; else a stream reads what another one, which is
+    late, packs, and a captured graph what it was captured with."""
+    exact, _, ours = pair(num_layers=2)
+    x, layers = torch.randn(T, B, I, device="cuda"), engine.engine_of(ours).inference
+    late, early = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def halved() -> torch.Tensor:
+        exact.weight_hh_l0.mul_(0.5)
+        ours.weight_hh_l0.mul_(0.5)
+        torch.cuda.synchronize()
+        return exact(x.double().cpu())[0]
+
+    def bound_ones() -> list[Any]:
+        return [one for known in layers._bound.values() for one in known.values()]
+
+    for number in range(4):
+        wanted = halved()
+        with torch.cuda.stream(late):
+            assert all(error(ours(x)[0], wanted) < FORWARD for _ in range(3)), number
+        (one,) = bound_ones()
+        assert one.packs == number  # the first time it is bound
+    for number in range(4):
+        wanted, both = halved(), []
+        for stream in (late, early):
+            with torch.cuda.stream(stream):
+                if stream is late:
+                    torch.cuda._sleep(200_000_000)
+                both += [ours(x)[0] for _ in range(3)]
+        torch.cuda.synchronize()
+        assert all(error(found, wanted) < FORWARD for found in both), number
+    graph, wanted = torch.cuda.CUDAGraph(), halved()
+    ours(x)
+    with torch.cuda.graph(graph):
+        kept = ours(x)[0]
+    for _ in range(3):
+        changed = halved()
+        assert all(error(ours(x)[0], changed) < FORWARD for _ in range(3))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert error(kept, wanted) < FORWARD
+
+
 def test_500_steps_stay_with_torch_nn():
     torch.manual_seed(0)
     compiled, head = ecornn.torch.LSTM(2, 32, 2), torch.nn.Linear(32, 2)
