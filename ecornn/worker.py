@@ -27,8 +27,9 @@ from ecornn.errors import EcornnError
 
 T = TypeVar("T")
 MARK = "ECORNN_WORKER"  # set in workers: a user's script that is imported there must not tune
-# niceness comes first: what is imported takes most of a second
-PROGRAM = "import os, sys; os.nice(int(sys.argv[2])); from ecornn.worker import serve; serve()"
+PROGRAM = "from ecornn.worker import serve; serve()"
+# where each of Linux's sessions has its own share, niceness counts within it, and the session has one besides
+BEHIND = '(echo "$0" >/proc/self/autogroup) 2>/dev/null; command -v nice >/dev/null && exec nice -n "$0" "$@"; exec "$@"'
 START_LIMIT = 300.0  # seconds for the first call, which imports TVM or opens the GPU
 MAX_MESSAGE = 64 << 20  # bytes
 
@@ -94,13 +95,16 @@ class Worker:
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(lifeline), str(self.niceness)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
-                start_new_session=True, pass_fds=[lifeline])
+                [*self.behind(), sys.executable, "-c", PROGRAM, str(lifeline)], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=self.errors, env=environment, start_new_session=True, pass_fds=[lifeline])
         finally:
             os.close(lifeline)
         if self.stopped:  # by another thread, in the meantime
             self.kill()
+
+    def behind(self) -> list[str]:
+        """The beginning of a command that has this niceness from the start: Python takes a core until it sets its own."""
+        return ["/bin/sh", "-c", BEHIND, str(self.niceness)] if self.niceness and Path("/bin/sh").exists() else []
 
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:
         """Sends a call and waits for its reply's value."""
@@ -227,10 +231,8 @@ def guard(lifeline: int) -> None:
 
 
 def serve() -> None:
-    """Serves calls until stdin ends; the arguments are the lifeline's file descriptor and the niceness."""
+    """Serves calls until stdin ends; the argument is the lifeline's file descriptor."""
     guard(int(sys.argv[1]))
-    with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
-        Path("/proc/self/autogroup").write_text(sys.argv[2])
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a compiler or a kernel prints must not end up among the replies

@@ -297,6 +297,23 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
     refused(WorkerError, "stopped", worker.call, "test_tune_processes:gpus", None, str, LIMIT)
 
 
+def test_a_worker_stands_behind_others_before_python_is_there():
+    """Where each session has a share of its own, which niceness is within, that of the worker's session counts."""
+    worker = Worker("tune_fakes:ready", gpu=False, niceness=7)
+    try:
+        own, group = worker.call("test_tune_processes:standing", None, tuple[int, str], LIMIT)
+    finally:
+        worker.stop()
+    assert own == min(os.nice(0) + 7, 19) and (not group or group.split()[-1] == "7")
+
+
+def standing(_: None) -> tuple[int, str]:
+    try:
+        return os.nice(0), Path("/proc/self/autogroup").read_text()
+    except OSError:
+        return os.nice(0), ""
+
+
 def crash(_: None) -> int:
     return len(ctypes.string_at(0))
 
