@@ -114,7 +114,7 @@ def allows_tf32(kind: str) -> bool:
 LIMIT = 3600.0  # seconds of one compilation, which has only the time that others leave
 IDLE = 20.0  # seconds without work after which a worker process ends
 PAUSE = 0.2  # seconds until work in the background begins: it would share Python's global lock with a first call
-NICENESS = 14  # of worker processes: on two busy cores a program takes 1.05 times as long meanwhile; with 10, 1.2
+NICENESS = 19  # of worker processes: with 14 a program takes 1.1 times as long on two busy cores meanwhile, with 10 1.2
 
 _thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
