@@ -1,8 +1,10 @@
-// Threads that carry out a call: those of the process's OpenMP runtime, or a team of our own.
+// Threads that carry out a call: those of the process's OpenMP runtime, or a team of our own, which all modules share.
 #pragma once
 #include <tvm/ffi/c_api.h>
 
 #include <alloca.h>
+#include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <sys/resource.h>
 
@@ -12,6 +14,8 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -88,6 +92,13 @@ inline bool Alone(Worker worker, TVMFFIAny* args, int count) {
   return code == 0;
 }
 
+// What each thread of a team does, and what a team is asked for, also by other modules: nonzero where no thread can be
+// started. A later version that is not alike has another name.
+using Body = void (*)(void* data, int index);
+using RunTeam = int (*)(Body body, void* data, int size);
+constexpr char kRunTeam[] = "ecornn_run_team_1";
+extern "C" int ecornn_run_team_1(Body body, void* data, int size);
+
 // Threads of our own, made when they are first needed. They sleep between calls.
 class Team {
  public:
@@ -100,7 +111,7 @@ class Team {
   }
 
   // On `size` threads, this one among them.
-  void Run(Round& round, int size) {
+  void Run(Body body, void* data, int size) {
     while (static_cast<int>(members_.size()) + 1 < size) {
       const int index = static_cast<int>(members_.size()) + 1;
       Member& member = members_.emplace_back();
@@ -111,10 +122,11 @@ class Team {
         throw;
       }
     }
-    round_ = &round;
+    body_ = body;
+    data_ = data;
     size_ = size;
     for (int i = 0; i + 1 < size; ++i) members_[i].start.Advance();
-    round.Work(0, size);
+    body(data, 0);
     finished_.Wait(size, [] {});
   }
 
@@ -129,14 +141,15 @@ class Team {
       start.WaitWhile(seen, [] {});
       if (stop_) return;
       const int size = size_;
-      round_->Work(index, size);
+      body_(data_, index);
       finished_.Wait(size, [] {});
     }
   }
 
   std::deque<Member> members_;  // they stay where they are
   Barrier finished_;
-  Round* round_ = nullptr;
+  Body body_ = nullptr;
+  void* data_ = nullptr;
   int size_ = 1;
   std::atomic<bool> stop_{false};
 };
@@ -160,6 +173,35 @@ class Pool {
  private:
   std::mutex mutex_;
   std::vector<std::unique_ptr<Team>> idle_;
+};
+
+// The teams of the module that was loaded first: threads of several modules would spin in each other's way.
+class TeamFinder {
+ public:
+  RunTeam Find() {
+    std::call_once(once_, [this] {
+      std::vector<std::string> names;
+      dl_iterate_phdr([](dl_phdr_info* info, size_t, void* out) {
+        if (info->dlpi_name && *info->dlpi_name) static_cast<std::vector<std::string>*>(out)->emplace_back(info->dlpi_name);
+        return 0;
+      }, &names);
+      for (const std::string& name : names) {
+        void* library = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+        const auto found = library ? reinterpret_cast<RunTeam>(dlsym(library, kRunTeam)) : nullptr;
+        if (found && found != found_) {
+          found_ = found;  // never closed: it stays as long as its threads may be needed
+          return;
+        }
+        if (library) dlclose(library);
+        if (found) return;  // this module's own
+      }
+    });
+    return found_;
+  }
+
+ private:
+  std::once_flag once_;
+  RunTeam found_ = ecornn_run_team_1;
 };
 
 // The calls that run in this process, so that each takes its part of the cores. A loader that has several modules gives
@@ -191,6 +233,7 @@ class Process {
   static Process& get();
   Pool& pool() { return *std::launder(reinterpret_cast<Pool*>(pool_)); }
   OpenMPFinder& openmp() { return openmp_; }
+  RunTeam team() { return teams_.Find(); }
   Calls& calls() { return calls_; }
 
  private:
@@ -202,6 +245,7 @@ class Process {
 
   alignas(Pool) unsigned char pool_[sizeof(Pool)];
   OpenMPFinder openmp_;
+  TeamFinder teams_;
   Calls calls_;
 };
 
@@ -225,10 +269,10 @@ class Running {
   const int count_;
 };
 
-// How many threads pay where others want the cores, too: at a barrier all wait for one that is not let in. A thread is put
-// off its processor every few milliseconds then, and hardly ever where cores are idle. So the calling thread looks at what it
-// has gone through: where it was put off that often there are half as many the next time, else twice as many. With
-// ECORNN_CROWDED=off in the environment nobody looks.
+// How many threads pay where others want the cores, too: at a barrier all wait for one that is not let in. So the calling
+// thread looks at how long it was ready and had no processor: where that was a fifth of the time that it ran there are half
+// as many threads the next time, else twice as many. Where the kernel does not say, it is how often it was put off: every
+// few milliseconds. With ECORNN_CROWDED=off in the environment nobody looks.
 class Crowding {
  public:
   // `most`, or fewer.
@@ -238,23 +282,41 @@ class Crowding {
     if ((wanted && !strcmp(wanted, "off")) || getrusage(RUSAGE_THREAD, &used) != 0) return most;
     const double ran = Seconds(used.ru_utime) + Seconds(used.ru_stime);
     if (ran_ < 0) {  // what it did before is another matter
-      ran_ = ran;
-      switches_ = used.ru_nivcsw;
-    }
-    if (ran - ran_ >= kWindow) {
-      const bool crowded = static_cast<double>(used.ru_nivcsw - switches_) * kWindow >= ran - ran_;
+      Note(ran, Waited(), used.ru_nivcsw);
+    } else if (ran - ran_ >= kWindow) {
+      const double waited = Waited();
+      const bool crowded = waited >= 0 ? waited - waited_ >= kShare * (ran - ran_)
+                                       : static_cast<double>(used.ru_nivcsw - switches_) * kWindow >= ran - ran_;
       limit_ = crowded ? std::max(1, std::min(limit_, most) / 2) : std::min(limit_ * 2, 1 << 16);
-      ran_ = ran;
-      switches_ = used.ru_nivcsw;
+      Note(ran, waited, used.ru_nivcsw);
     }
     return std::min(most, limit_);
   }
 
  private:
   static constexpr double kWindow = 4e-3;  // seconds of a thread's own time: one or two of the kernel's slices
+  static constexpr double kShare = 0.2;
   static double Seconds(const timeval& time) { return time.tv_sec + 1e-6 * time.tv_usec; }
 
-  double ran_ = -1;
+  // Seconds that this thread was ready and another one had its processor; negative where that is not known.
+  static double Waited() {
+    char text[96];
+    const int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    const ssize_t length = file < 0 ? -1 : read(file, text, sizeof text - 1);
+    if (file >= 0) close(file);
+    if (length <= 0) return -1;
+    text[length] = 0;
+    unsigned long long ran, waited;
+    return sscanf(text, "%llu %llu", &ran, &waited) == 2 ? 1e-9 * static_cast<double>(waited) : -1;
+  }
+
+  void Note(double ran, double waited, long switches) {
+    ran_ = ran;
+    waited_ = waited;
+    switches_ = switches;
+  }
+
+  double ran_ = -1, waited_ = -1;
   long switches_ = 0;
   int limit_ = 1 << 16;
 };
@@ -281,9 +343,15 @@ inline bool Run(Worker worker, TVMFFIAny* args, int count, int size) {
     }, &region, size);
     return !round.failed();
   }
-  auto team = process.pool().Take();
-  team->Run(round, size);
-  process.pool().Give(std::move(team));
+  struct Seat {
+    Round& round;
+    const int size;
+  } seat{round, size};
+  const int refused = process.team()([](void* data, int index) {
+    auto* of = static_cast<Seat*>(data);
+    of->round.Work(index, of->size);
+  }, &seat, size);
+  if (refused) throw std::system_error(refused, std::generic_category(), "no thread can be started");
   return !round.failed();
 }
 

@@ -6,6 +6,7 @@
 #include <alloca.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
@@ -73,6 +74,21 @@ extern "C" __attribute__((visibility("hidden"))) int64_t ecornn_take(int64_t tot
   ecornn::Place& at = ecornn::current;
   if (at.round) return at.round->Take(at.index, total);
   return at.taken < total ? at.taken++ : total;
+}
+
+// Called by other modules of the process: see cpu_team.h.
+extern "C" __attribute__((visibility("default"))) int ecornn_run_team_1(ecornn::Body body, void* data, int size) {
+  try {
+    ecornn::Pool& pool = ecornn::process.pool();
+    auto team = pool.Take();
+    team->Run(body, data, size);
+    pool.Give(std::move(team));
+    return 0;
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  }
 }
 
 // manifest() -> str

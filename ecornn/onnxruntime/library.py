@@ -52,8 +52,8 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     ----------
     model : the model's file, which has its folder beside it
     options : ``onnxruntime.SessionOptions`` for this model alone, to which the library is added; default: new ones.
-        Those that say nothing of ``session.intra_op.allow_spinning`` get ``0``: else threads of ONNX Runtime and those
-        of compiled nodes compete for cores
+        Those that say nothing of ``session.intra_op.allow_spinning`` get ``0`` where the model has compiled nodes: else
+        threads of ONNX Runtime and those of compiled nodes compete for cores
     threads : CPU threads of a compiled node; default: ``options.intra_op_num_threads``, and where that is 0 the
         physical cores that this process may use
 
@@ -85,7 +85,7 @@ def with_library(library: Path, options: Any = None, threads: int | None = None)
         said = options.get_session_config_entry(SPINNING)
     except RuntimeError:  # they have none
         said = ""
-    if not said:
+    if not said and any(file.suffix == ".so" and not file.name.startswith("lib") for file in library.parent.iterdir()):
         options.add_session_config_entry(SPINNING, "0")
     options.register_custom_ops_library(str(library.resolve()))
     return options
