@@ -29,7 +29,7 @@ T = TypeVar("T")
 MARK = "ECORNN_WORKER"  # set in workers: a user's script that is imported there must not tune
 PROGRAM = "from ecornn.worker import serve; serve()"
 # where each of Linux's sessions has its own share, niceness counts within it, and the session has one besides
-BEHIND = '(echo "$0" >/proc/self/autogroup) 2>/dev/null; command -v nice >/dev/null && exec nice -n "$0" "$@"; exec "$@"'
+BEHIND = '(echo "$0" >/proc/self/autogroup) 2>&-; command -v nice >/dev/null && exec nice -n "$0" "$@"; exec "$@"'
 START_LIMIT = 300.0  # seconds for the first call, which imports TVM or opens the GPU
 MAX_MESSAGE = 64 << 20  # bytes
 
@@ -95,15 +95,16 @@ class Worker:
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [*self.behind(), sys.executable, "-c", PROGRAM, str(lifeline)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=self.errors, env=environment, start_new_session=True, pass_fds=[lifeline])
+                [*self.behind(), sys.executable, "-c", PROGRAM, str(lifeline)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
+                start_new_session=True, pass_fds=[lifeline])
         finally:
             os.close(lifeline)
         if self.stopped:  # by another thread, in the meantime
             self.kill()
 
     def behind(self) -> list[str]:
-        """The beginning of a command that has this niceness from the start: Python takes a core until it sets its own."""
+        """The beginning of a command that has this niceness from the start: Python would take a core until it sets it."""
         return ["/bin/sh", "-c", BEHIND, str(self.niceness)] if self.niceness and Path("/bin/sh").exists() else []
 
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:

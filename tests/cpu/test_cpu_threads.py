@@ -4,15 +4,17 @@ import copy
 import gc
 import os
 import re
-import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec.structs
 import numpy as np
@@ -165,18 +167,35 @@ def test_no_busy_threads_after_a_call(sample):
     until(lambda: all((p / "stat").read_text().rsplit(")", 1)[1].split()[0] == "S" for p in others if p.exists()))
 
 
-def test_threads_end_with_the_module(tmp_path):
+def test_threads_end_with_the_module_and_several_share_them(tmp_path):
+    program = "import sys; sys.path[:0] = sys.argv[2:]; import test_cpu_threads; test_cpu_threads.share(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path), *sys.path], capture_output=True, text=True,
+                          env={**os.environ, "ECORNN_CROWDED": "off"}, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def share(folder: str) -> None:
     import tvm_ffi
 
-    before, made = tasks(), Sample(tmp_path, "rnn_tanh", 32, 128, 4, 50, team=0)
-    other = shutil.copy(made.file, tmp_path / "other.so")  # tvm-ffi keeps the first one for good
-    made.module = tvm_ffi.load_module(str(other), keep_module_alive=False)
-    x, states = made.inputs(50, 4)
-    made(x, states, threads=4)
-    assert tasks() >= before + 3
-    del made
+    tvm_ffi.load_module = partial(tvm_ffi.load_module, keep_module_alive=False)
+    def made(number: int) -> Any:
+        (own := Path(folder, str(number))).mkdir()
+        return Sample(own, "lstm", 32, 128, 4, 50, team=0)
+    alone = made(0)
+    x, states = alone.inputs(50, 4)
+    before = tasks()
+    alone(x, states, threads=4)
+    assert tasks() == before + 3
+    del alone
     gc.collect()
     assert tasks() <= before
+    several = [made(1), made(2)]
+    before = tasks()
+    for one in several:
+        one(x, states, threads=4)
+    assert tasks() == before + 3
+    with ThreadPoolExecutor(2) as pool:  # calls at the same time have a team each
+        assert all(pool.map(lambda one: right(one, threads=4), several * 8))
 
 
 @pytest.mark.parametrize("change, message", [
