@@ -77,7 +77,9 @@ class CPURates:
     unhidden_vector: float
     unhidden_l3_vector: float  # the same of weights that L2 gets from L3 meanwhile
     unhidden_row: float  # the same for each row, which is of other cache lines
-    barrier: float  # cycles of a barrier of threads, with what it costs to get the new state from another core
+    # cycles of a barrier of threads and of the new state from another core: some 400 where they share
+    # an L3 and 2,300 where they do not, between which a virtual machine's cores may be moved
+    barrier: float
 
     @property
     def slow_l3(self) -> bool:
@@ -105,7 +107,7 @@ H100 = GPURates(
 GPUS = {"NVIDIA H100 80GB HBM3": H100}
 
 PLAIN_CORE = CPURates(adds_apart=False, fma=1, vector_load=1, turn=1, fma_latency=4, l2_vector=2.5, unhidden_vector=0.6,
-                      unhidden_l3_vector=1.5, unhidden_row=0.3, barrier=600)
+                      unhidden_l3_vector=1.5, unhidden_row=0.3, barrier=1_100)
 # AMD's since Zen: an L3 for a few cores, nearly as fast as L2
 ZEN = replace(PLAIN_CORE, adds_apart=True, unhidden_vector=0, unhidden_l3_vector=0, unhidden_row=0)
 

@@ -292,11 +292,11 @@ def unrolled(rows: int, columns: int) -> int:
 
 
 def best_team(task: Task) -> int:
-    """1 where a step is so short that waiting for other threads takes longer than what they would do; else 0."""
+    """1 where a step is so short that waiting for another thread takes longer than half of it; else 0."""
     graph, workload = task.graph, task.workload
     values = multiplied(task.graph, task.workload.hidden) * workload.batch
     barriers = cpu_rates(task.device).barrier * len(graph.phases)
-    return int(bool(graph.phases) and values <= barriers * lanes_for(task))
+    return int(bool(graph.phases) and values <= 2 * barriers * lanes_for(task))
 
 
 def features(task: Task, shape: Shape) -> dict[str, float]:
