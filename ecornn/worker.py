@@ -104,7 +104,7 @@ class Worker:
             self.kill()
 
     def behind(self) -> list[str]:
-        """The beginning of a command that has this niceness from the start: Python would take a core until it sets it."""
+        """The beginning of a command that has this niceness from the start, before Python takes a core."""
         return ["/bin/sh", "-c", BEHIND, str(self.niceness)] if self.niceness and Path("/bin/sh").exists() else []
 
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:
