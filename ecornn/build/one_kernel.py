@@ -56,15 +56,18 @@ class OneKernel:
         for n, one in enumerate(self.launches):
             given = [f"p_{_argument(n, a)}" for a in kernels[one.function].arguments]
             kinds.update(zip(given, types[one.function], strict=True))
-            when = [f"(int)threadIdx.x < {one.threads}"] if one.threads < threads else []
+            when = [f"thread < {one.threads}"] if one.threads < threads else []
             if one.wanted:
                 when.append(f"({' || '.join(f'p_{_argument(n, p)}' for p in one.wanted)})")
-            call = f"{self.part(one, kernels)}({', '.join((*given, f'(int)blockIdx.x - {first}'))});"
+            call = f"{self.part(one, kernels)}({', '.join((*given, f'block - {first}' if first else 'block'))});"
             first += one.grid
-            lines += [f"  if ((int)blockIdx.x < {first}) {{", f"    if ({' && '.join(when)}) {call}" if when else
+            lines += [f"  if (block < {first}) {{", f"    if ({' && '.join(when)}) {call}" if when else
                       f"    {call}", "    return;", "  }"]
         declared = ", ".join(f"{kinds[f'p_{a}']} p_{a}" for a in own.arguments)
+        several = any("thread <" in line for line in lines)
         return "\n".join((f'extern "C" __global__ void __launch_bounds__({threads}) {own.symbol}({declared}) {{',
+                          f"  // blocks of {', then '.join(one.function for one in self.launches)}",
+                          "  int block = (int)blockIdx.x;", *["  int thread = (int)threadIdx.x;"] * several,
                           *lines, "}", ""))
 
 

@@ -231,7 +231,15 @@ def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
         as_json(written)
 
 
-@log.command()
+EXPORTING = """\b
+Examples:
+  ecornn log export -o mine.jsonl                      all of your own records
+  ecornn log export -o h200.jsonl --device H200 --best
+  ecornn log export -o new.jsonl --since 2026-11-01 old.jsonl
+"""
+
+
+@log.command(epilog=EXPORTING)
 @FILES
 @NEW
 @click.option("--best", "only_best", is_flag=True,

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, tuple[int, int, int, int], dict[str, Any], int, list
     "streamed": ("echo", (6, 3, 0, 150), {"units": 32, "registers": 0}, 8, [(0,), (1,), (2,), (3,), (4,), (5,)]),
     "cluster": ("rnn_tanh", (12, 3, 8, 24), {"carrier": "cluster", "fences": "rare"}, 4, [(3,)]),
     # mbarriers; of the state's chunks: acquire, fence of who copies, fence of who wrote, release
-    "wide": ("lstm", (6, 3, 24, 40), {}, 9, [(3, 4), (5,), (6,), (7,), (8,)]),
+    "wide": ("lstm", (20, 3, 24, 40), {}, 9, [(3, 4), (5,), (6,), (7,), (8,)]),
 }
 
 
