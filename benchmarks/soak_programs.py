@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-MARK = "ECORNN_SOAK"  # in the environment of a program and of all that it starts
+MARK = "SOAK_PROGRAM"  # in the environment of a program and of all that it starts
 FATES = ("end", "end", "SIGINT", "SIGTERM", "SIGKILL")
 GRACE = 20.0  # seconds after a program's end until nothing of it may be left
 WRONG = 3
@@ -66,7 +66,7 @@ def program(seed: int) -> None:
                 print(f"seed {seed}, call {calls}: {kind.__name__} {hidden} is wrong", file=sys.stderr)
                 sys.exit(WRONG)
         calls += 1
-        time.sleep(draw.uniform(0, 0.03))  # as programs wait for data: compilers that stand behind get none of a busy core
+        time.sleep(draw.uniform(0, 0.03))  # as programs wait for data: of a busy core compilers get nothing
         for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             parameter.data.copy_(other.data)  # what rounds differently must not add up
         ecornn.torch.rebind(ours)
@@ -102,9 +102,10 @@ class Running:
         self.seed, self.fate, self.mark = seed, draw.choice(FATES), f"{os.getpid()}-{seed}"
         self.at = time.monotonic() + draw.uniform(0.3, 20)
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (until the program has ended)
-        self.process = subprocess.Popen(
+        self.process = subprocess.Popen(  # a shell that runs this in the background ignores SIGINT, and so would they
             [sys.executable, __file__, "--program", str(seed)], stdout=subprocess.PIPE, stderr=self.errors,
-            env={**os.environ, "ECORNN_CACHE": str(cache), MARK: self.mark})
+            env={**os.environ, "ECORNN_CACHE": str(cache), MARK: self.mark},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
     def ended(self) -> bool:
         if self.fate != "end" and time.monotonic() > self.at and self.process.poll() is None:

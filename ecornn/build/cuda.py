@@ -78,7 +78,8 @@ def _whole(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKer
     """The source of these functions and of those ``made`` of them."""
     codes, arch = [one.code for one in lowered], lowered[0].key[1]
     source = _printed([*map(simplified, codes)], arch) if readable else _source(codes, arch)
-    return with_one_kernels(source, made.values(), {one.name: one.kernel for one in lowered}, _alone(launched))
+    own = {one.name: one.kernel for one in lowered}
+    return with_one_kernels(source, made.values(), own, _alone(launched), readable)
 
 
 def _kernels(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel]) -> dict[str, Kernel]:

@@ -49,26 +49,26 @@ class OneKernel:
         symbol, whole = kernels[launch.function].symbol, max(one.threads for one in self.launches)
         return f"{symbol}_part" if launch.threads == whole else f"{symbol}_part_of_{whole}"
 
-    def source(self, kernels: Mapping[str, Kernel], types: Mapping[str, list[str]]) -> str:
+    def source(self, kernels: Mapping[str, Kernel], types: Mapping[str, list[str]], readable: bool) -> str:
         """The kernel; ``types``: of the parameters of the launches' functions."""
+        block, thread = ("block", "thread") if readable else ("(int)blockIdx.x", "(int)threadIdx.x")
         own, first, lines, kinds = self.kernel(kernels), 0, list[str](), dict[str, str]()
         threads = own.extents["threadIdx.x"]
         for n, one in enumerate(self.launches):
             given = [f"p_{_argument(n, a)}" for a in kernels[one.function].arguments]
             kinds.update(zip(given, types[one.function], strict=True))
-            when = [f"thread < {one.threads}"] if one.threads < threads else []
+            when = [f"{thread} < {one.threads}"] if one.threads < threads else []
             if one.wanted:
                 when.append(f"({' || '.join(f'p_{_argument(n, p)}' for p in one.wanted)})")
-            call = f"{self.part(one, kernels)}({', '.join((*given, f'block - {first}' if first else 'block'))});"
+            call = f"{self.part(one, kernels)}({', '.join((*given, f'{block} - {first}' if first else block))});"
             first += one.grid
-            lines += [f"  if (block < {first}) {{", f"    if ({' && '.join(when)}) {call}" if when else
-                      f"    {call}", "    return;", "  }"]
+            lines += [f"  // blocks of {one.function}", f"  if ({block} < {first}) {{",
+                      f"    if ({' && '.join(when)}) {call}" if when else f"    {call}", "    return;", "  }"]
         declared = ", ".join(f"{kinds[f'p_{a}']} p_{a}" for a in own.arguments)
-        several = any("thread <" in line for line in lines)
+        named = ["  int block = (int)blockIdx.x;", *["  int thread = (int)threadIdx.x;"] * any(
+            one.threads < threads for one in self.launches)] if readable else []
         return "\n".join((f'extern "C" __global__ void __launch_bounds__({threads}) {own.symbol}({declared}) {{',
-                          f"  // blocks of {', then '.join(one.function for one in self.launches)}",
-                          "  int block = (int)blockIdx.x;", *["  int thread = (int)threadIdx.x;"] * several,
-                          *lines, "}", ""))
+                          *named, *lines, "}", ""))
 
 
 def _argument(number: int, name: str) -> str:
@@ -93,11 +93,11 @@ def as_launched(program: Program) -> tuple[Program, dict[str, OneKernel]]:
     return replace(program, entries=entries), found
 
 
-def with_one_kernels(source: str, made: Collection[OneKernel], kernels: Mapping[str, Kernel],
-                     alone: Collection[str]) -> str:
+def with_one_kernels(source: str, made: Collection[OneKernel], kernels: Mapping[str, Kernel], alone: Collection[str],
+                     readable: bool = False) -> str:
     """``source``, which has the ``kernels``, with those ``made`` of them, and without what is no longer launched;
-    ``alone``: the functions that are launched by themselves. Raises :class:`BuildError` for code that asks for its
-    block in another way than TVM's."""
+    ``alone``: the functions that are launched by themselves; ``readable``: for people. Raises :class:`BuildError` for
+    code that asks for its block in another way than TVM's."""
     types: dict[str, list[str]] = {}
     parts: dict[str, str] = {}
     for one in made:
@@ -117,4 +117,4 @@ def with_one_kernels(source: str, made: Collection[OneKernel], kernels: Mapping[
     for function in {launch.function for one in made for launch in one.launches} - {*alone}:
         declared_and_defined = _KERNEL.format(symbol=kernels[function].symbol) + r"(;\n| \{\n.*?^\}\n)"
         source = re.sub(declared_and_defined, "", source, flags=re.M | re.S)
-    return "".join((source, *parts.values(), *(one.source(kernels, types) for one in made)))
+    return "".join((source, *parts.values(), *(one.source(kernels, types, readable) for one in made)))
