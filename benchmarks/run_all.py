@@ -75,7 +75,7 @@ NAMED = [  # what is measured where it is asked for
     program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "cpu_in_programs.py", "cells"),
     program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
     program("real_time", "real_time.py"), program("host_time", "cpu_in_programs.py", "host"),
-    program("programs", "compare_programs.py")]
+    program("programs", "compare_programs.py"), program("onnx", "compare_onnx.py")]
 
 
 def run(*arguments: object) -> bool:
