@@ -66,7 +66,7 @@ def program(seed: int) -> None:
                 print(f"seed {seed}, call {calls}: {kind.__name__} {hidden} is wrong", file=sys.stderr)
                 sys.exit(WRONG)
         calls += 1
-        time.sleep(draw.uniform(0, 0.03))  # as programs wait for data: of a busy core compilers get nothing
+        time.sleep(draw.uniform(0, 0.03))  # programs wait for data; compilers would get nothing of a busy core
         for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             parameter.data.copy_(other.data)  # what rounds differently must not add up
         ecornn.torch.rebind(ours)

@@ -28,7 +28,7 @@ from ecornn.errors import EcornnError
 T = TypeVar("T")
 MARK = "ECORNN_WORKER"  # set in workers: a user's script that is imported there must not tune
 PROGRAM = "from ecornn.worker import serve; serve()"
-# where each of Linux's sessions has its own share, niceness counts within it, and the session has one besides
+# Linux may give each session a share: niceness counts within it then, and the session has a niceness of its own
 BEHIND = '(echo "$0" >/proc/self/autogroup) 2>&-; command -v nice >/dev/null && exec nice -n "$0" "$@"; exec "$@"'
 START_LIMIT = 300.0  # seconds for the first call, which imports TVM or opens the GPU
 MAX_MESSAGE = 64 << 20  # bytes

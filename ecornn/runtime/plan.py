@@ -142,8 +142,8 @@ class AddressedCall:
         scalars, queue = (steps, batch, layer.device, layer.threads), [] if self._on_cpu else [SCALARS - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
-        left_out = [name for name in manifest.optional or () if name in plan.at and name not in tensors]
-        fixed |= {position: 0 for name in left_out for position in plan.at[name]}
+        left_out = [name for name in manifest.optional or () if name not in tensors]
+        fixed |= {position: 0 for name in left_out for position in plan.at.get(name, ())}
         fixed |= dict.fromkeys(plan.at.get("existing", ()), int(add))
         self._fixed = (*fixed.values(),)
         count, size = manifest.stack.count, batch * manifest.workload.hidden * manifest.workload.itemsize

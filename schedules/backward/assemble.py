@@ -90,7 +90,7 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     before, serial = [align(task), *gathered(memory, chunked)], joined(replay(memory, layout), recurrence)
     read = {one.names.get(p.name, p.name) for one in launches(serial.calls)
             for p in serial.functions[one.function].params}
-    # what only products after the recurrence read is made after it, and may lie where the recurrence's inputs were
+    # buffers that only later products read are made after the recurrence, and may lie where its inputs were
     later = [one for one in before if not read.intersection(b.name for b in one.buffers)]
     rows = joined(own, *(one for one in before if one not in later), serial, *later, after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()

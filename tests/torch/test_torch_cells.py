@@ -397,7 +397,7 @@ def test_training_of_loops_on_a_gpu(name: str, options: dict[str, Any], dtype: t
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node", "ignore:The CUDA Graph is empty")
 def test_training_on_streams_and_in_graphs_of_a_gpu():
-    """Streams add up gradients apart; a CUDA graph captures PyTorch's step, and one of torch.compile has it, too."""
+    """Streams add up gradients apart; a CUDA graph captures PyTorch's step; torch.compile has a step in one graph."""
     exact, ours, x = on_gpu("LSTMCell")
     streams, losses = [torch.cuda.Stream() for _ in range(3)], []
     torch.cuda.synchronize()

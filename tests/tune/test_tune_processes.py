@@ -298,7 +298,7 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
 
 
 def test_a_worker_stands_behind_others_before_python_is_there():
-    """Where each session has a share of its own, which niceness is within, that of the worker's session counts."""
+    """Its session stands behind, too: where Linux gives each session a share, niceness counts within that share."""
     worker = Worker("tune_fakes:ready", gpu=False, niceness=7)
     try:
         own, group = worker.call("test_tune_processes:standing", None, tuple[int, str], LIMIT)
