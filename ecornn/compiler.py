@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -242,14 +243,20 @@ def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, sched
                   config: Mapping[str, Value] | None = None, overlap: str = "auto",
                   out: str | Path | None = None) -> Module:
     """Compiles a layer as :func:`compile` does, and raises the same."""
+    from ecornn.quick_tvm import require_tvm
+
+    require_tvm()
+    from ecornn.build.module import host_code_ahead
     from ecornn.runtime.loader import load
 
-    planned = plan_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap)
+    device = device_of(target)
 
     def built(file: Path) -> Module:
         build(planned, file)
         return load(file)
 
-    if out is not None:
-        return built(Path(out))
-    return temporary.lasting(lambda folder: built(folder / f"{planned.cell.name}.so"))
+    with host_code_ahead(device) if device.kind == "cuda" else contextlib.nullcontext():
+        planned = plan_layer(layer, target=device, schedule=schedule, config=config, overlap=overlap)
+        if out is not None:
+            return built(Path(out))
+        return temporary.lasting(lambda folder: built(folder / f"{planned.cell.name}.so"))

@@ -10,6 +10,8 @@ from itertools import chain, zip_longest
 from itertools import product as combinations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from msgspec import structs
+
 from ecornn.analysis import StepGraph
 from ecornn.analysis.heads import most_heads
 from ecornn.device import Device
@@ -294,10 +296,13 @@ class SearchedSchedule(Schedule[Plan]):
         """The valid configuration that is expected to be fastest; None where there is none."""
 
     def best(self, task: Task) -> Config | None:
-        """The result of :meth:`search`, kept for the next question."""
-        key = task.workload, task.device, task.traversal, task.after is None
+        """The result of :meth:`search`, kept for the next question. A reverse sequence has the estimates of one that
+        goes forward, and some of its configurations: where the best one is among these, it is the best here."""
+        way = task.traversal
+        key = task.workload, task.device, way, task.after is None
         if key not in self._known:
-            self._known[key] = self.search(task)
+            other = self.best(replace(task, traversal=structs.replace(way, reverse=False))) if way.reverse else None
+            self._known[key] = other if other and self.check(task, other) is None else self.search(task)
         return self._known[key]
 
     def default(self, task: Task) -> Config:

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.metadata import version
@@ -40,7 +41,7 @@ def link(generated: Generated, out: Path) -> None:
     if generated.program is None:
         content = _linked(compiler, objects_of(compiler, generated), generated.binaries, generated.functions)
     else:
-        library = _host_library(tuple(compiler), tuple(generated.shared.items()))
+        library = _host_library(compiler, generated.shared)
         content = library + behind(len(library), *generated.binaries.values(), program=generated.program)
     try:
         with temporary.replacing(out) as beside:
@@ -68,11 +69,28 @@ def _made(command: Sequence[str], folder: Path) -> bytes:
     return (folder / "made").read_bytes()
 
 
+def _host_library(compiler: Sequence[str], shared: Mapping[str, str]) -> bytes:
+    """The library that all CUDA modules are: from the cache, once it has been compiled. A second caller waits."""
+    with _lock:
+        return _host_library_of(tuple(compiler), tuple(shared.items()))
+
+
+_lock = threading.Lock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)  # the thread that has it is not there
+
+
 @functools.lru_cache(maxsize=2)
-def _host_library(compiler: tuple[str, ...], shared: tuple[tuple[str, str], ...]) -> bytes:
-    """The library that all CUDA modules are: from the cache, once it has been compiled."""
+def _host_library_of(compiler: tuple[str, ...], shared: tuple[tuple[str, str], ...]) -> bytes:
     return cache.entry("host", (_version(compiler), version("apache-tvm-ffi"), *chain(*shared)),
-                       lambda: _linked(compiler, _compiled(compiler, dict(shared)), {}, ()))
+                       # what it does is mostly to wait for the driver: a second of -O2 gains nothing
+                       lambda: _linked(compiler, _compiled(compiler, dict(shared), optimize="-O1"), {}, ()))
 
 
 def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: bytes) -> bytes:
@@ -94,7 +112,7 @@ def compile_ahead(shared: dict[str, str], linked: bool) -> None:
     with contextlib.suppress(BuildError):
         compiler = find_compiler()
         if linked:
-            _host_library(tuple(compiler), tuple(shared.items()))
+            _host_library(compiler, shared)
         else:
             _compiled(compiler, shared)
 
@@ -104,21 +122,22 @@ def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes
 
 
 @safe_interrupts()
-def _compiled(compiler: Sequence[str], *groups: Mapping[str, str]) -> dict[str, bytes]:
+def _compiled(compiler: Sequence[str], *groups: Mapping[str, str], optimize: str = "-O2") -> dict[str, bytes]:
     """An object file of each C++ source of several groups; the other files of a group are its headers."""
     made = [((name, text), tuple(one for one in group.items() if not one[0].endswith(SOURCE_SUFFIXES)))
             for group in groups for name, text in group.items() if name.endswith(SOURCE_SUFFIXES)]
     with at_the_same_time(max(1, len(made))) as threads:  # that wait for the compiler
-        objects = threads.map(lambda one: _object(tuple(compiler), *one), made)
+        objects = threads.map(lambda one: _object(tuple(compiler), optimize, *one), made)
         return {f"{name}.o": code for ((name, _), _), code in zip(made, objects, strict=True)}
 
 
 @functools.lru_cache(maxsize=8)
-def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[tuple[str, str], ...]) -> bytes:
+def _object(compiler: tuple[str, ...], optimize: str, source: tuple[str, str],
+            headers: tuple[tuple[str, str], ...]) -> bytes:
     """One source's object file: the latest ones of this process, or from the cache."""
     from tvm_ffi import libinfo
 
-    flags = ["-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-pthread"]
+    flags = ["-fPIC", optimize, "-std=c++17", "-fvisibility=hidden", "-pthread"]
     folders = [f"-I{f}" for f in (libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
 
     def compile() -> bytes:

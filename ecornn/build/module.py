@@ -5,9 +5,11 @@ symbols is global, so that a program may have several such libraries."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from string import Template
@@ -39,12 +41,21 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     """Builds ``program`` for ``manifest.device`` into the module file ``out``; returns what was generated on the way.
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was."""
-    backend = cuda if manifest.device.kind == "cuda" else llvm
-    with at_the_same_time(1) as thread:  # the first module of a machine waits for the longer one of the two
-        thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
+    with host_code_ahead(manifest.device):
         generated = _complete(program, manifest)
     link(generated, out)
     return generated
+
+
+@contextlib.contextmanager
+def host_code_ahead(device: Device) -> Iterator[None]:
+    """Compiles what all modules of a device's kind share meanwhile: the first one of a machine waits for it."""
+    import tvm_ffi.libinfo  # noqa: F401  # not by two threads at once
+
+    backend = cuda if device.kind == "cuda" else llvm
+    with at_the_same_time(1) as thread:
+        thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
+        yield
 
 
 def _complete(program: Program, manifest: Manifest) -> Generated:

@@ -43,7 +43,7 @@ class DeviceWeights:
         self.due = False
         self._read(weights)
 
-    def pack(self, weights: Sequence[torch.Tensor], same: bool, changed: Sequence[int]) -> None:
+    def pack(self, weights: Sequence[torch.Tensor], same: bool, _: Snapshot) -> None:
         """Packs all weights. ``same``: they are the very tensors of the last time, where they were, unchecked."""
         if same and self._dtype:
             self._pack(False)
@@ -79,9 +79,9 @@ class HostWeights:
         self._kind, self._layer = kind, layer
         self._parameters = [(p.name, torch.Size(p.shape)) for p in layer.manifest.parameters]
 
-    def pack(self, weights: Sequence[torch.Tensor], same: bool, changed: Sequence[int]) -> None:
-        """Packs weights, again those whose numbers are in ``changed``; see :meth:`DeviceWeights.pack`."""
-        known, names = self._kind.parameters(weights), {self._kind.names[n] for n in changed}
+    def pack(self, weights: Sequence[torch.Tensor], same: bool, snapshot: Snapshot) -> None:
+        """Packs weights, again those that have changed since the ``snapshot``; see :meth:`DeviceWeights.pack`."""
+        known, names = self._kind.parameters(weights), {self._kind.names[n] for n in snapshot.changed(weights)}
         tensors = [known[name] for name, _ in self._parameters]
         plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
@@ -130,11 +130,14 @@ class BoundLayer:
         return True
 
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
-        same, snapshot = self.snapshot.same(weights), self.snapshot
-        changed = snapshot.changed(weights)
-        snapshot.outdate()  # until all is packed
+        snapshot = self.snapshot
+        same = snapshot.same(weights)
         self.packs += 1
-        self.packing.pack(weights, same, changed)
+        try:
+            self.packing.pack(weights, same, snapshot)
+        except BaseException:
+            snapshot.outdate()  # some may be packed
+            raise
         if same:
             snapshot.renew(weights)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from ecornn.errors import ArgumentError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.runtime.layer import Layer
+from ecornn.runtime.memory import layout
 from ecornn.runtime.plan import AddressedCall
 from ecornn.runtime.torch_arrays import LOW, TorchMemory, address
 from ecornn.torch.kind import Kind
@@ -35,7 +37,11 @@ class LayerStep:
         self._y, self._state = (steps, batch, layer.width), (kind.layers * kind.directions, batch, kind.hidden)
         self._zeros = (layer.zero_state(batch)[1],) * len(manifest.states)
         self._sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
-        self._shapes, names = [p.shape for p in manifest.parameters], [p.name for p in manifest.parameters]
+        # of each parameter the shape, strides and begin of its gradient in one array: each tensor takes its time
+        starts, self._total = layout([prod(p.shape) * self._sums.itemsize for p in manifest.parameters])
+        self._parts = [(p.shape, tuple(prod(p.shape[n + 1:]) for n in range(len(p.shape))), start // self._sums.itemsize)
+                       for p, start in zip(manifest.parameters, starts, strict=True)]
+        names = [p.name for p in manifest.parameters]
         self._of_weights = [names.index(name) for name in kind.names]
 
     def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,19 +58,24 @@ class LayerStep:
                                      *[s.data_ptr() for s in after]), kept)
 
     def backward(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
-                 gradients: Sequence[torch.Tensor | None], want_state: bool) -> list[torch.Tensor | None]:
-        """Gradients of x, of each state, None unless ``want_state``, and of the weights; ``gradients``: of y and last
-        states, None for zeros."""
+                 gradients: Sequence[torch.Tensor | None], want_state: bool,
+                 dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Gradients of x, of each state, None unless ``want_state``, and of the weights, of this ``dtype``;
+        ``gradients``: of y and last states, None for zeros."""
         dy, *dstates = [g if g is None else ready(g) for g in gradients]
         dy = x.new_zeros(self._y) if dy is None else dy
         rows, given, y, kept = ready(x), [*map(ready, state)], ready(y), ready(kept)
         dx = torch.empty_like(rows)
         before = [x.new_empty(self._state) for _ in self._zeros] if want_state or not self.optional else []
-        sums = [x.new_empty(shape, dtype=self._sums) for shape in self._shapes]
+        sums = x.new_empty(self._total // self._sums.itemsize, dtype=self._sums)
         if not self._writes:
-            torch._foreach_zero_(sums)  # one kernel for all
-        self.back(rows, given, y.data_ptr(), kept.data_ptr(), (dy, *dstates), dx, before, sums, not self._writes)
-        return [dx, *(before if want_state else [None] * len(state)), *[sums[n] for n in self._of_weights]]
+            sums.zero_()
+        start = sums.data_ptr()
+        self._back(rows, given, y.data_ptr(), kept.data_ptr(), (dy, *dstates), dx, before,
+                   [start + first * self._sums.itemsize for _, _, first in self._parts], not self._writes)
+        sums = sums.to(dtype)
+        return [dx, *(before if want_state else [None] * len(state)),
+                *[sums.as_strided(*self._parts[n]) for n in self._of_weights]]
 
     def back(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: int, kept: int,
              gradients: Sequence[torch.Tensor | None], dx: torch.Tensor, before: Sequence[torch.Tensor],
@@ -72,12 +83,17 @@ class LayerStep:
         """The same, of tensors that are :func:`ready`, into memory. Those of first states go to ``before``, unless it
         is empty; those of the manifest's parameters are written to ``sums``, or added to them. The gradient of y may be
         None with T = 1 alone."""
+        self._back(x, state, y, kept, gradients, dx, before, [s.data_ptr() for s in sums], add)
+
+    def _back(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: int, kept: int,
+              gradients: Sequence[torch.Tensor | None], dx: torch.Tensor, before: Sequence[torch.Tensor],
+              sums: Sequence[int], add: bool) -> None:
         call = self._layer.addressed(BACKWARD, *self._sizes, BACK if before else BACK_TO_X, add)
         zeros = self._zeros[0], *self._zeros
         self._run(call, x, (
             x.data_ptr(), y, *([s.data_ptr() for s in state] or self._zeros),
             *[zero if g is None else g.data_ptr() for g, zero in zip(gradients, zeros, strict=True)], dx.data_ptr(),
-            *[s.data_ptr() for s in before], *[s.data_ptr() for s in sums]), kept)
+            *[s.data_ptr() for s in before], *sums), kept)
 
     def _run(self, call: AddressedCall, x: torch.Tensor, addresses: tuple[int, ...], kept: int) -> None:
         if x.is_cpu:

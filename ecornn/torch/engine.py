@@ -58,10 +58,11 @@ def watched(tensors: Iterable[torch.Tensor]) -> bool:
 # -- engines ------------------------------------------------------------------------------------
 class Passes:
     """The layer ``one`` of a forward pass, which had packed ``packs`` times then, for the backward pass: modules may
-    come in between, and what one of them keeps is not what another one reads."""
+    come in between, and what one of them keeps is not what another one reads; and its ``step``, if it went by that."""
 
     one: BoundLayer | None = None
     packs = 0
+    step: LayerStep | None = None
 
 
 def captured(x: torch.Tensor) -> bool:
@@ -121,7 +122,8 @@ class Engine:
         try:
             if passes is not None:
                 passes.one, passes.packs = one, one.packs
-                if (step := self._by_address(one, x, lengths)) is not None:
+                passes.step = step = self._by_address(one, x, lengths)
+                if step is not None:
                     return step.forward(x, state)
             with torch.no_grad():
                 kept = x.new_empty(one.layer.kept_bytes(steps, batch), dtype=torch.uint8)
@@ -137,13 +139,15 @@ class Engine:
                  passes: Passes | None = None) -> list[Any]:
         """Gradients of x, ``state``, None unless ``want_state``, and the weights, from those of y and last states."""
         kind, masks, wanted = self.kind, masks_of(lengths), want_state and bool(state)
+        step = None
         if passes is None or passes.one is None or captured(x):  # a graph packs what it reads
             one = self.trained.take(weights, x, x.shape[:2], "".join(masks), again=True, states=wanted)
         else:
             one = self.trained.take_again(passes.one, weights, x, passes.packs, wanted)
+            step = passes.step if one is passes.one else self._by_address(one, x, lengths)
         try:
-            if passes is not None and (step := self._by_address(one, x, lengths)) is not None:
-                found = step.backward(x, state, y, kept, gradients, wanted)
+            if step is not None:
+                found = step.backward(x, state, y, kept, gradients, wanted, weights[0].dtype)
             else:
                 with torch.no_grad():
                     memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been in a file or on the host

@@ -22,8 +22,8 @@ from ecornn.torch import falling_back
 from ecornn.torch.bound import BoundLayer, place_of
 from ecornn.torch.by_address import TENSORS, LayerStep, raw_stream, ready
 from ecornn.torch.compiling import NAMES, precision_of
-from ecornn.torch.engine import PLAIN, Engine, captured, known_engine, watched, watching, weights_of
-from ecornn.torch.operator import each, is_batched, recurrent_backward
+from ecornn.torch.engine import PLAIN, Engine, by_layer, captured, known_engine, watched, watching, weights_of
+from ecornn.torch.operator import directly, each, is_batched, recurrent_backward
 from ecornn.torch.snapshot import suspect
 from ecornn.workload import summed
 
@@ -50,10 +50,10 @@ def again(module: Any, x: Any, hx: Any) -> Any:
         return None
     weights = weights_of(module)
     if torch.is_grad_enabled() and any([t.requires_grad for t in (x, *state, *weights)]):
-        if not call.one_step:
-            return None
-        after = train_step(engine, weights, x, state)
-        return after if call.count > 1 else after[0]
+        if call.one_step:
+            after = train_step(engine, weights, x, state)
+            return after if call.count > 1 else after[0]
+        return call.train(engine, module, x, state, weights) if call.trains else None
     if call.drops and module.training and module.dropout:
         return None
     one, layers = call.one, engine.inference
@@ -71,15 +71,17 @@ def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[tor
             x.is_cpu or (x.is_cuda and raw_stream and not _capturing())):
         return
     key, layers, calls = _key(module, x), engine.inference, engine.calls
-    if not (asked or layers.serves(x, module.call_sizes(x))):
+    if not (asked and module.one_step) and not (engine.trained if asked else layers).serves(x, module.call_sizes(x)):
         return
     call: Call | None = calls.get(key)
-    if call is None:
+    if call is not None and asked:
+        call.trains = x.dim() == 3
+    elif call is None:
         if len(calls) >= MOST:
             calls.clear()
         # the first time it is None: with another T at each call there is nothing to make
-        calls[key] = Call(module, x) if asked or key in calls else None
-    elif not asked and (call.one is None or not call.one.holds(weights, call.queue and call.queue())):
+        calls[key] = Call(module, x, asked) if asked or key in calls else None
+    elif call.one is None or not call.one.holds(weights, call.queue and call.queue()):
         one = layers.take(weights, x, module.call_sizes(x))
         try:
             calls[key] = call.bound(one)
@@ -94,17 +96,19 @@ def _key(module: Any, x: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Call:
-    """A call of a module on an x of this shape, without dropout and without values kept for gradients."""
+    """A call of a module on an x of this shape, without dropout; ``trains``: there was one with gradients."""
 
-    def __init__(self, module: Any, x: torch.Tensor) -> None:
+    def __init__(self, module: Any, x: torch.Tensor, trains: bool = False) -> None:
         self._steps, self._batch = steps, batch = module.call_sizes(x)
         self.count, self.one_step = len(module.state_names), module.one_step  # whether states are all that is returned
         self.drops = module.num_layers > 1  # or may, if the module has a dropout
+        self.trains = trains and x.dim() == 3
         rows, hidden = module.num_layers * (1 + module.bidirectional), module.hidden_size
         single, self._dtype, self._device, self.kind = x.dim() == 2, x.dtype, x.device, x.device.type
         # the current stream
         self.queue: Any = None if raw_stream is None or x.is_cpu else partial(raw_stream, x.device.index)
-        self._swaps = bool(module.batch_first) and not single and min(steps, batch) > 1
+        self._batch_first = bool(module.batch_first) and not single
+        self._swaps = self._batch_first and min(steps, batch) > 1
         axes = (steps, batch) if self._swaps else (*x.shape[:-1],)
         self._y = (*axes, (1 + module.bidirectional) * len(module.output_names) * hidden)
         self._state = (*axes, hidden) if self.one_step else (rows, hidden) if single else (rows, batch, hidden)
@@ -145,6 +149,16 @@ class Call:
         if y is None:
             return states
         return y.transpose(0, 1) if self._swaps else y, states
+
+
+    def train(self, engine: Engine, module: Any, x: torch.Tensor, state: Sequence[torch.Tensor],
+              weights: Sequence[torch.Tensor]) -> Any:
+        """The results of a layer on x, with gradients; None if this call is to be looked at."""
+        if (weights[0].dtype is not self._dtype or not PLAIN.issuperset(map(type, weights))
+                or (self.drops and (module._drops or by_layer(module, weights)))):
+            return None
+        y, *after = directly(engine, x.transpose(0, 1) if self._batch_first else x, state, None, weights)
+        return y.transpose(0, 1) if self._batch_first else y, tuple(after) if self.count > 1 else after[0]
 
 
 # -- one step of a cell with gradients ----------------------------------------------------------

@@ -101,8 +101,8 @@ class Sequences(CompiledModule):
         if batch == 0:
             return by_torch(self, input, hx)
         y, *after = self._run(x, states_of(self, hx, x, batch, single, None), None, asked)
-        if not (asked or self._drops or torch.compiler.is_compiling()):
-            like_before.remember(engine.engine_of(self), self, input, engine.weights_of(self), False)
+        if not (self._drops or torch.compiler.is_compiling()):
+            like_before.remember(engine.engine_of(self), self, input, engine.weights_of(self), asked)
         if single:
             output, after = y.squeeze(1), [s.squeeze(1) for s in after]
         else:

@@ -102,7 +102,8 @@ recurrent_backward.register_autograd(refuse_again)
 def directly(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | Columns | None,
              weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``recurrent`` with gradients if only autograd watches: the dispatcher takes longer than a layer's launch."""
-    return [*RecurrentForward.apply(engine, len(state), lengths, x, *state, *weights)]
+    apply = RecurrentForward.apply if _wrapped(x) or any(map(_wrapped, state)) else _apply
+    return [*apply(engine, len(state), lengths, x, *state, *weights)]
 
 
 class RecurrentForward(torch.autograd.Function):
@@ -136,6 +137,11 @@ class RecurrentForward(torch.autograd.Function):
             given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
             computed = recurrent_backward(x, state, lengths, weights, engine.kind.text, y, kept, given)
         return None, None, None, *(value if need else None for value, need in zip(computed, needed, strict=True))
+
+
+# past the checks of Function.apply() for torch.func; tensors that have left its transforms need them
+_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, RecurrentForward).apply
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class ColumnsBackward(torch.autograd.Function):

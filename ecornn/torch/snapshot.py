@@ -37,7 +37,8 @@ class Snapshot:
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._memory = [w.detach() for w in weights]
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
-        self._sample = Sample(self._memory)
+        # on a GPU a look would wait
+        self._sample = Sample(self._memory) if any(w.is_cpu for w in weights) else None
         self._note(weights)
         self.ids = [*map(id, weights)]
         with _lock:
@@ -53,45 +54,45 @@ class Snapshot:
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
         """Tells whether every weight is the same tensor, with the same values as far as can be seen."""
-        if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
+        if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self.versions):
             return False
-        for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
-            alive: Any = tensor()
-            if alive is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
+        for w, (tensor, pointer), version in zip(weights, self._tensors, self.versions, strict=True):
+            if tensor() is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
                 return False
-        return self._sample.holds()
+        return self._sample is None or self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
         """The numbers of the weights that may have changed."""
         if len(weights) != len(self.versions):
             return [*range(len(weights))]
-        known = zip(weights, self._tensors, self.versions, strict=True)
-        return [n for n, (w, (tensor, pointer), version) in enumerate(known)
-                if n in self._suspects or w.data_ptr() != pointer or tensor() is not w or _version(w) != version
-                or self._sample.differs(n)]
+        known = zip(weights, self._tensors, self.versions, _versions(weights), strict=True)
+        return [n for n, (w, (tensor, pointer), was, version) in enumerate(known)
+                if n in self._suspects or w.data_ptr() != pointer or tensor() is not w or version != was
+                or (self._sample is not None and self._sample.differs(n))]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
-        self._sample.renew()
+        if self._sample is not None:
+            self._sample.renew()
         self._note(weights)
 
     def _note(self, weights: Sequence[torch.Tensor]) -> None:
         """Notes versions, and suspects no weight any more."""
-        self._suspects, self.versions = set[int](), [*map(_version, weights)]
-        # all in one place, since short calls ask, too
-        self._known: list[tuple[weakref.ref[torch.Tensor], int, int | None]] = [
-            (*place, None if w.is_inference() else w._version)
-            for w, place in zip(weights, self._tensors, strict=True)]
+        self._suspects, self.versions = frozenset[int](), _versions(weights)
 
-    def suspect(self, ids: set[int]) -> None:
-        """Takes weights with these ids for possibly changed from now on."""
-        self._suspects |= {n for n, known in enumerate(self.ids) if known in ids}
+    def suspect(self, numbers: frozenset[int]) -> None:
+        """Takes the weights with these numbers for possibly changed from now on."""
+        self._suspects |= numbers
 
     def outdate(self) -> None:
-        self.versions, self._known = [], []
+        self.versions = []
 
 
-def _version(weight: torch.Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version  # tensors made in inference mode count no versions
+def _versions(weights: Sequence[torch.Tensor]) -> list[int | None]:
+    """The versions of weights; None for tensors made in inference mode, which count none."""
+    try:
+        return [w._version for w in weights]
+    except RuntimeError:
+        return [None if w.is_inference() else w._version for w in weights]
 
 
 class Sample:
@@ -162,6 +163,8 @@ class Snapshots:
     def __init__(self) -> None:
         self._by_id: dict[int, weakref.WeakSet[Snapshot]] = {}
         self._most = self.LEAST
+        # ids -> the snapshots of these, with the weights' numbers; each training step asks for the same
+        self._of: dict[tuple[int, ...], list[tuple[weakref.ref[Snapshot], frozenset[int]]]] = {}
 
     def add(self, snapshot: Snapshot, ids: Sequence[int]) -> None:
         """Adds a snapshot of the weights with these ids."""
@@ -170,9 +173,19 @@ class Snapshots:
             self._most = max(self.LEAST, 2 * len(self._by_id))
         for weight in ids:
             self._by_id.setdefault(weight, weakref.WeakSet()).add(snapshot)
+        self._of.clear()
 
-    def of(self, ids: set[int]) -> set[Snapshot]:
-        return {snapshot for weight in ids for snapshot in self._by_id.get(weight, ())}
+    def of(self, ids: tuple[int, ...]) -> list[tuple[Snapshot, frozenset[int]]]:
+        """The snapshots of weights with these ids, and the numbers that these weights have there."""
+        found = self._of.get(ids)
+        if found is None:
+            if len(self._of) >= self._most:
+                self._of.clear()
+            snapshots = {snapshot for weight in ids for snapshot in self._by_id.get(weight, ())}
+            found = self._of[ids] = [
+                (weakref.ref(one), frozenset(n for n, known in enumerate(one.ids) if known in ids))
+                for one in snapshots]
+        return [(one, numbers) for ref, numbers in found if (one := ref()) is not None]
 
 
 _snapshots = Snapshots()
@@ -182,13 +195,13 @@ _lock = threading.Lock()
 
 def suspect(weights: Sequence[torch.Tensor]) -> None:
     """Has all layers that were bound to these weights bind those that take gradients again before their next use."""
-    ids = {id(w) for w in weights if w.requires_grad}
+    ids = tuple([id(w) for w in weights if w.requires_grad])
     with _lock:
         known = _snapshots.of(ids)
         if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
             _replayed.update((w, None) for w in weights if w.requires_grad)
-    for snapshot in known:
-        snapshot.suspect(ids)
+    for snapshot, numbers in known:
+        snapshot.suspect(numbers)
 
 
 def replayed(weights: Sequence[torch.Tensor]) -> bool:

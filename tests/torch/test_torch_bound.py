@@ -211,7 +211,12 @@ def test_weights_that_come_and_go_leave_nothing(monkeypatch: pytest.MonkeyPatch)
         Snapshot(weights)
         assert len(known._by_id) <= known.LEAST + len(weights)
     monkeypatch.undo()
-    assert known.of({id(w) for w in weights}) == {stays}
+    ids = [id(w) for w in weights]
+    assert known.of((*ids,)) == [(stays, frozenset(range(len(ids))))]
+    assert known.of((ids[1], 0)) == [(stays, {1})] and known.of((0,)) == []
+    assert {one for one, _ in known.of((*ids, 1))} == {stays}
+    known.add(later := Snapshot(weights), ids)
+    assert {one for one, _ in known.of((*ids,))} == {stays, later}
 
 
 def test_requests_of_any_batch_share_few_modules(gpu: Any):

@@ -1,5 +1,6 @@
 """Changes that a later call must see, by the short way or not: weights written in any way, or new at each call."""
 
+import contextlib
 import copy
 import math
 import subprocess
@@ -16,7 +17,7 @@ from refusals import refused
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.profiler import profile
-from torch_pairs import B, H, I, T, case, load, pair
+from torch_pairs import B, H, I, T, alike, case, load, pair, states
 from torch_values import BACKWARD, agree, double, error, flat
 
 import ecornn.torch
@@ -427,3 +428,68 @@ def test_threads_with_weights_of_their_own(trains: bool):
     with ThreadPoolExecutor(4) as threads:
         for found, exact in zip(threads.map(lambda w: [run(w) for _ in range(40)], sets), wanted, strict=True):
             assert max(error(one, exact) for one in found) < (BACKWARD if trains else 1e-6)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True}, {"bias": False},
+    {"num_layers": 2, "dropout": 0.5}], ids=str)
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_later_training_calls_have_the_same_gradients(name: str, options: dict[str, Any],
+                                                      monkeypatch: pytest.MonkeyPatch):
+    """They go the short way, but with dropout; in any memory, after any step, with states and without."""
+    theirs, ours, x = case(name, **options)
+    alike(theirs, ours, x)
+    monkeypatch.setattr(type(ours), "_any_call", lambda *_: pytest.fail("the long way"))
+    hx = states(name, 2 * theirs.num_layers if theirs.bidirectional else theirs.num_layers)
+    for given in (None, hx):
+        for laid in memories(x).values():
+            with torch.no_grad():
+                for weight in ours.parameters():
+                    weight.mul_(0.9)
+            load(theirs, ours)
+            alike(theirs, ours, laid.detach(), given)
+    if "dropout" in options:
+        refused(pytest.fail.Exception, "the long way", ours.train(), x)
+
+
+def test_later_training_calls_that_differ_go_the_long_way(monkeypatch: pytest.MonkeyPatch):
+    _, ours, x = case("LSTM", num_layers=2)
+    long, ways = type(ours)._any_call, list[int]()
+    monkeypatch.setattr(type(ours), "_any_call", lambda *args: (ways.append(1), long(*args))[1])
+
+    def goes_the_long_way(call: Callable[[], Any]) -> bool:
+        ways.clear()
+        with contextlib.suppress(DTypeError):
+            call()
+        return bool(ways)
+
+    assert goes_the_long_way(lambda: ours(x)) and not goes_the_long_way(lambda: ours(x))
+    assert goes_the_long_way(lambda: ours(x[:, 0])) and goes_the_long_way(lambda: ours(x[:, 0]))
+    assert goes_the_long_way(lambda: ours(x[:-1])) and not goes_the_long_way(lambda: ours(x[:-1]))
+    mine = {name: Marked(weight.detach()).requires_grad_() for name, weight in ours.named_parameters()}
+    assert goes_the_long_way(lambda: functional_call(ours, mine, x))
+    hook = ours.weight_hh_l0.register_post_accumulate_grad_hook(lambda _: None)
+    assert goes_the_long_way(lambda: ours(x))
+    hook.remove()
+    assert not goes_the_long_way(lambda: ours(x))
+    ours.double()
+    assert goes_the_long_way(lambda: ours(x))
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of a user's own."""
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_an_input_that_has_left_a_transform(trains: bool):
+    """It is a wrapper that nobody unwraps any more."""
+    _, ours, x = case("GRU")
+    left = []
+    torch.func.grad(lambda x: (left.append(x), x.sum())[1])(x)
+    with torch.set_grad_enabled(trains):
+        for _ in range(3):
+            found, wanted = ours(left[0])[0], ours(x)[0]
+            assert torch.equal(found, wanted)
+            if trains:
+                assert torch.equal(torch.autograd.grad(found.sum(), ours.weight_hh_l0)[0],
+                                   torch.autograd.grad(wanted.sum(), ours.weight_hh_l0)[0])

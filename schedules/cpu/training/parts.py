@@ -233,13 +233,22 @@ class Outer:
 
 @dataclass(frozen=True)
 class Panels:
+    """Panels of ``width`` elements of a row; those from number ``fewer`` on are one vector of ``lanes`` narrower."""
+
     data: TirBuffer
     source: Place
-    width: int  # elements of a row in a panel
+    width: int
     count: int  # panels of a head
     stride: int  # elements from one panel to the next
     heads: int
     length: int  # elements of a head in a row of ``source``
+    fewer: int
+    lanes: int
+
+    def first(self, e: Emitter, panel: Expr) -> Expr:
+        """The element of a row that a panel of a head begins with."""
+        start = panel * self.width
+        return start if self.fewer == self.count else start - e.tirx.Max(panel - self.fewer, e.index(0)) * self.lanes
 
 
 class OuterProducts:
@@ -248,29 +257,37 @@ class OuterProducts:
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
         self.worker, self.outers = worker, outers
         lanes = worker.e.lanes
-        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)  # of j, and vectors of k, of a tile
+        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)  # of j, and at most, vectors of k, of a tile
         self.panels: dict[tuple[Place, int, int], Panels] = {}
+        self.work: list[tuple[Outer, Panels, Panels]] = []  # with the panels of j and of k
         for outer in outers:
-            for place, width, length in ((outer.value, self.height, outer.rows),
-                                         (outer.operand, self.vectors * lanes, outer.columns)):
-                if (key := (place, width, outer.heads)) not in self.panels:
+            # the last vector alone may reach past a row: panels that differ by one vector are as many as are needed
+            vectors = -(-outer.columns // lanes)
+            panels = -(-vectors // self.vectors)
+            wide = -(-vectors // panels)
+            found = []
+            for place, width, length, count, fewer in (
+                    (outer.value, self.height, outer.rows, count := -(-outer.rows // self.height), count),
+                    (outer.operand, wide * lanes, outer.columns, panels, vectors - (wide - 1) * panels)):
+                key = place, width, outer.heads
+                if key not in self.panels:
                     # room for the last row's vector, which may be wider than a panel
-                    count, stride = -(-length // width), -(-rooms * width // lanes) * lanes + lanes
+                    stride = -(-rooms * width // lanes) * lanes + lanes
                     data = worker.buffer(f"panels_{len(self.panels)}", WORKSPACE, Extent(outer.heads * count * stride))
-                    self.panels[key] = Panels(data, place, width, count, stride, outer.heads, length)
+                    self.panels[key] = Panels(data, place, width, count, stride, outer.heads, length, fewer, lanes)
+                found.append(self.panels[key])
+            self.work.append((outer, *found))
 
     def add(self, rows: Expr) -> None:
         """Adds the products over ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
-        if not self.outers:
+        if not self.work:
             return
         e = self.worker.e
         e.call("ecornn_barrier")
-        work = [(outer, self.panels[outer.value, self.height, outer.heads],
-                 self.panels[outer.operand, self.vectors * e.lanes, outer.heads]) for outer in self.outers]
-        totals = [outer.heads * -(-values.count // TOGETHER) * operands.count for outer, values, operands in work]
+        totals = [outer.heads * -(-values.count // TOGETHER) * operands.count for outer, values, operands in self.work]
         before = 0
         with self.worker.taken("outer", e.index(sum(totals))) as task:
-            for some, total in zip(work, totals, strict=True):
+            for some, total in zip(self.work, totals, strict=True):
                 with e.when(e.tirx.And(task >= before, task < before + total)):
                     self._outer(*some, rows, e.let("outer_task", task - before))
                 before += total
@@ -286,8 +303,8 @@ class OuterProducts:
                 count = e.let("panels_here", e.tirx.Min(e.index(some), p.count * p.heads - first))
                 with e.loop("row", rows) as row, e.loop("panel", count) as number:
                     panel = first + number
-                    inside = (panel * p.width if p.heads == 1 else
-                              e.div(panel, p.count) * p.length + e.mod(panel, p.count) * p.width)
+                    inside = (p.first(e, panel) if p.heads == 1 else
+                              e.div(panel, p.count) * p.length + p.first(e, e.mod(panel, p.count)))
                     source = e.let("source", p.source.at(e, row) + inside)
                     into = e.let("into", panel * p.stride + row * p.width)
                     for at in range(0, p.width, lanes):
@@ -301,13 +318,17 @@ class OuterProducts:
         if outer.heads > 1:
             head, part = e.let("head", e.div(part, blocks)), e.mod(part, blocks)
         top = e.let("first_tile", part * each)
-        with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
-            self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head)
+        for low, high, vectors in ((0, operands.fewer, operands.width // e.lanes),
+                                   (operands.fewer, operands.count, operands.width // e.lanes - 1)):
+            if low < high:
+                with e.when(e.tirx.And(panel >= low, panel < high)), \
+                        e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
+                    self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head, vectors)
 
     def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr,
-              head: Expr | None) -> None:
-        e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
-        j, k = e.let("j", tile * height), e.let("k", panel * operands.width)
+              head: Expr | None, vectors: int) -> None:
+        e, lanes, height = self.worker.e, self.worker.e.lanes, self.height
+        j, k = e.let("j", tile * height), e.let("k", operands.first(e, panel))
         first, left, right = e.index(outer.start), tile, panel
         if head is not None:
             first = e.let("first", first + head * (outer.rows * outer.columns))
@@ -333,12 +354,13 @@ class OuterProducts:
                 for n in range(vectors):
                     at = start + n * lanes
                     e.vstore(outer.data, at, e.vload(outer.data, at) + e.vload(sums[m][n], 0))
-        with e.when(e.tirx.Not(inside)):  # element by element
+        with e.when(e.tirx.Not(inside)):  # row by row, and in part
             edge = e.local("tile", size=height * vectors * lanes)
             for number, register in enumerate(chain(*sums)):
                 e.vstore(edge, number * lanes, e.vload(register, 0))
-            high = e.tirx.Min(e.index(height), outer.rows - j)
-            wide = e.tirx.Min(e.index(vectors * lanes), outer.columns - k)
-            with e.loop("m", high) as m, e.loop("n", wide) as n:
-                at = first + (j + m) * outer.columns + k + n
-                e.store(outer.data, at, e.load(outer.data, at) + e.load(edge, m * (vectors * lanes) + n))
+            with e.loop("m", e.tirx.Min(e.index(height), outer.rows - j)) as m:
+                for n in range(vectors):
+                    at = e.let("at", first + (j + m) * outer.columns + k + n * lanes)
+                    valid = e.let("valid", outer.columns - k - n * lanes)
+                    total = e.vload_part("before", outer.data, at, valid) + e.vload(edge, (m * vectors + n) * lanes)
+                    e.vstore_part("total", outer.data, at, total, valid)
