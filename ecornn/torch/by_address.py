@@ -38,8 +38,9 @@ class LayerStep:
         self._zeros = (layer.zero_state(batch)[1],) * len(manifest.states)
         self._sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
         # of each parameter the shape, strides and begin of its gradient in one array: each tensor takes its time
-        starts, self._total = layout([prod(p.shape) * self._sums.itemsize for p in manifest.parameters])
-        self._parts = [(p.shape, tuple(prod(p.shape[n + 1:]) for n in range(len(p.shape))), start // self._sums.itemsize)
+        size = self._sums.itemsize
+        starts, self._total = layout([prod(p.shape) * size for p in manifest.parameters])
+        self._parts = [(p.shape, tuple(prod(p.shape[n + 1:]) for n in range(len(p.shape))), start // size)
                        for p, start in zip(manifest.parameters, starts, strict=True)]
         names = [p.name for p in manifest.parameters]
         self._of_weights = [names.index(name) for name in kind.names]

@@ -57,7 +57,8 @@ class Snapshot:
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self.versions):
             return False
         for w, (tensor, pointer), version in zip(weights, self._tensors, self.versions, strict=True):
-            if tensor() is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
+            alive: Any = tensor()
+            if alive is not w or w.data_ptr() != pointer or (version is not None and w._version != version):
                 return False
         return self._sample is None or self._sample.holds()
 

@@ -216,7 +216,9 @@ class Worker(Memory):
         """Chunks of steps: the first one in the loop's order, the first one of x, and how many. Of fewer sequences than
         the module was compiled for a chunk has more steps, since there is room for their rows."""
         e, s = self.e, self.shape
-        chunk = e.index(s.chunk) if s.batch == 1 else e.let("chunk_steps", e.div(e.index(s.chunk * s.batch), self.batch))
+        chunk = e.index(s.chunk)
+        if s.batch > 1:
+            chunk = e.let("chunk_steps", e.div(e.index(s.chunk * s.batch), self.batch))
         with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
             first = e.let("first", number * chunk)
             count = e.let("count", e.tirx.Min(chunk, self.steps - first))

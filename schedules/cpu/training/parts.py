@@ -265,9 +265,9 @@ class OuterProducts:
             vectors = -(-outer.columns // lanes)
             panels = -(-vectors // self.vectors)
             wide = -(-vectors // panels)
-            found = []
+            found, tall = [], -(-outer.rows // self.height)
             for place, width, length, count, fewer in (
-                    (outer.value, self.height, outer.rows, count := -(-outer.rows // self.height), count),
+                    (outer.value, self.height, outer.rows, tall, tall),
                     (outer.operand, wide * lanes, outer.columns, panels, vectors - (wide - 1) * panels)):
                 key = place, width, outer.heads
                 if key not in self.panels:
@@ -276,7 +276,7 @@ class OuterProducts:
                     data = worker.buffer(f"panels_{len(self.panels)}", WORKSPACE, Extent(outer.heads * count * stride))
                     self.panels[key] = Panels(data, place, width, count, stride, outer.heads, length, fewer, lanes)
                 found.append(self.panels[key])
-            self.work.append((outer, *found))
+            self.work.append((outer, found[0], found[1]))
 
     def add(self, rows: Expr) -> None:
         """Adds the products over ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
