@@ -18,6 +18,9 @@ from ecornn.torch.kind import keeping, text_of
 from ecornn.torch.operator import directly, forward, recurrent
 
 
+_functorch = torch._C._functorch
+
+
 class CompiledModule(torch.nn.Module):
     """Attributes of all compiled layers and cells, and the moments at which their weights are let go or read again."""
 
@@ -36,6 +39,8 @@ class CompiledModule(torch.nn.Module):
         ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors."""
         if torch.compiler.is_compiling():
             return self._any_call(input, hx)
+        if isinstance(input, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(input):
+            input = _functorch.unwrap_if_dead(input)  # it may have left its transform
         try:
             result = like_before.again(self, input, hx)
             return result if result is not None else self._any_call(input, hx)

@@ -102,8 +102,7 @@ recurrent_backward.register_autograd(refuse_again)
 def directly(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | Columns | None,
              weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``recurrent`` with gradients if only autograd watches: the dispatcher takes longer than a layer's launch."""
-    apply = RecurrentForward.apply if _wrapped(x) or any(map(_wrapped, state)) else _apply
-    return [*apply(engine, len(state), lengths, x, *state, *weights)]
+    return [*_apply(engine, len(state), lengths, x, *state, *weights)]
 
 
 class RecurrentForward(torch.autograd.Function):
@@ -139,9 +138,8 @@ class RecurrentForward(torch.autograd.Function):
         return None, None, None, *(value if need else None for value, need in zip(computed, needed, strict=True))
 
 
-# past the checks of Function.apply() for torch.func; tensors that have left its transforms need them
+# past the checks of Function.apply() for torch.func, whose calls go by operators
 _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, RecurrentForward).apply
-_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class ColumnsBackward(torch.autograd.Function):
