@@ -17,7 +17,6 @@ from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import keeping, text_of
 from ecornn.torch.operator import directly, forward, recurrent
 
-
 _functorch = torch._C._functorch
 
 
