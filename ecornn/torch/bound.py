@@ -16,7 +16,7 @@ from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.runtime.torch_arrays import address
 from ecornn.torch import compiling
-from ecornn.torch.by_address import LayerStep
+from ecornn.torch.by_address import LayerStep, Spare
 from ecornn.torch.compiling import KEPT, NAMES, PendingError, about, compiled, few_steps, precision_of
 from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import Snapshot
@@ -105,7 +105,7 @@ class BoundLayer:
         self.busy = self.packs = 0
         self.place: Any = None
         self.packed_in: Any = None
-        self._kind, self._steps = kind, dict[tuple[int, int], LayerStep]()
+        self._kind, self._steps, self._spare = kind, dict[tuple[int, int], LayerStep](), Spare()
         self.snapshot = Snapshot(weights)
         self.packing: HostWeights | DeviceWeights = (HostWeights if x.is_cpu else DeviceWeights)(
             kind, self.layer, weights)
@@ -116,7 +116,7 @@ class BoundLayer:
         if found is None and steps <= self.layer.manifest.longest:
             if len(self._steps) >= MOST:
                 self._steps.clear()
-            found = self._steps[steps, batch] = LayerStep(self._kind, self.layer, steps, batch)
+            found = self._steps[steps, batch] = LayerStep(self._kind, self.layer, steps, batch, self._spare)
         return found
 
     def holds(self, weights: Sequence[torch.Tensor], place: Any = None, with_suspects: bool = False) -> bool:

@@ -8,7 +8,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 from time import perf_counter
@@ -27,7 +27,7 @@ from ecornn.errors import ArgumentError, EcornnError, FallbackError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import get_ready, known
-from ecornn.torch import compiling, engine, falling_back
+from ecornn.torch import compiling, engine, falling_back, gains
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell, is_left
 from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of
 from ecornn.torch.kind import kind_of, text_of
@@ -49,13 +49,17 @@ class Report:
     Attributes
     ----------
     swapped : names of the layers that are compiled from now on
-    kept : name of a recurrent layer that was left alone -> the reason"""
+    kept : name of a recurrent layer that was left alone -> the reason
+    expected : name of a swapped layer -> how many times as fast layers like it are where these were measured, in
+        words; :func:`profile` times a model here"""
 
     swapped: tuple[str, ...]
     kept: dict[str, str]
+    expected: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{name}: compiled" for name in self.swapped]
+        lines = [f"{name}: compiled" + (f"; {self.expected[name]}" if name in self.expected else "")
+                 for name in self.swapped]
         lines += [f"{name}: left alone, {why}" for name, why in self.kept.items()]
         return "\n".join(lines) or "no recurrent layers"
 
@@ -69,7 +73,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance``
     still finds their old class; only their class changes, to one below that. The same goes for classes of a user's own
     that leave the calls to torch.nn, or whose ``forward`` ends in ``super().forward()``. The model itself may be such a
-    layer. Returns which layers were swapped, and which were not and why.
+    layer. Returns which layers were swapped, what to expect of these, and which were not and why.
 
     ``fullgraph``: torch.compile refuses to look into any ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves these out of
     its graphs, replaced or not. With ``fullgraph`` layers of these very classes become :class:`ecornn.torch.LSTM` and
@@ -116,7 +120,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     if swapped:
         with contextlib.suppress(ImportError, EcornnError):  # which the first call raises
             get_ready()
-    return Report(tuple(swapped), kept)
+    known = {name: gains.expected(module) for name, module in swapped.items()}
+    return Report(tuple(swapped), kept, {name: words for name, words in known.items() if words})
 
 
 @public

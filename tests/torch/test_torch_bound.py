@@ -15,13 +15,15 @@ import torch
 from refusals import refused
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
-from torch_values import error
+from torch_pairs import training_case
+from torch_values import BACKWARD, close, error
 
 import ecornn.compiler
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DeviceError, ScheduleError
 from ecornn.torch import GRU, bound, compiling, engine, packed, snapshot
 from ecornn.torch.bound import BoundLayers
+from ecornn.torch.by_address import Spare
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.replacing import specs
 from ecornn.torch.snapshot import Snapshot, suspect
@@ -484,3 +486,50 @@ def test_gradients_of_gradients_are_refused(lstm: Any):
     (dx,) = torch.autograd.grad(y.data.sum(), x, create_graph=True)
     with pytest.raises(DerivativeError, match="restore"):
         dx.sum().backward()
+
+
+def test_memory_of_a_step_is_taken_again_once_nobody_has_it():
+    """On a CPU, where new memory is cleared page by page: not while a graph, a view or another call has it."""
+    spare, x, size = Spare(), torch.zeros(1), Spare.LEAST
+
+    def place(nbytes: int = size) -> int:
+        return spare.take(x, nbytes).data_ptr()
+
+    held = spare.take(x, size + 5)
+    first = held.data_ptr()
+    assert held.shape == (size + 5,) and place() != first
+    part = held[7:]
+    del held
+    assert place() != first
+    del part
+    assert place() == first and spare.take(x, size).shape == (size,)
+    larger = place(size + 6)
+    assert larger == place(size + 6) == place()
+    assert spare.take(x, size - 1).untyped_storage().nbytes() == size - 1  # malloc has some of these
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(kept)
+            return x + 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+            return gradient * len(ctx.saved_tensors), None
+
+    result = Keeps.apply(torch.zeros(1, requires_grad=True), spare.take(x, size))
+    assert place() != larger
+    result.backward(retain_graph=True)
+    assert place() != larger
+    result.backward()
+    assert place() == larger
+
+
+def test_a_large_step_keeps_its_values_apart_from_those_of_another_graph(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Spare, "LEAST", 0)
+    theirs, ours, x = training_case("LSTM")
+    both = torch.stack((x, x.flip(0))).unbind()
+    for net in (theirs, ours):
+        net.zero_grad()
+        (net(both[0].to(net.weight_hh_l0.dtype))[0] * net(both[1].to(net.weight_hh_l0.dtype))[0]).sum().backward()
+    close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()], BACKWARD)

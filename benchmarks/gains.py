@@ -1,0 +1,53 @@
+"""Writes ``ecornn/torch/gains.json``, what users of ``ecornn.torch.replace`` are told to expect, from measured rows.
+
+    python benchmarks/gains.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, OUT = ROOT / "benchmarks" / "results", ROOT / "ecornn" / "torch" / "gains.json"
+CELLS = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN_TANH", "rnn_relu": "RNN_RELU"}
+SAME = {None: "float32", "tf32-both": "float32"}  # drop-ins have TF32 where cuDNN has it, which "tf32" has not
+# file, place and pass of its rows; None: a row says it
+FILES = (("h100_grid.jsonl", "cuda", "inference"), ("h100_classes.jsonl", "cuda", "inference"),
+         ("h200_training.json", "cuda", "training"), ("h100_training.json", "cuda", "training"),
+         ("h200_cells.json", "cuda", None), ("cpu.json", "cpu", "inference"), ("cpu_skylake.json", "cpu", "inference"),
+         ("zen4_training_cpu.json", "cpu", "training"), ("zen3_training_cpu.json", "cpu", "training"),
+         ("emeraldrapids_training_cpu.json", "cpu", "training"), ("cpu_cells.json", "cpu", None))
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The measured rows of a file of results."""
+    if path.suffix == ".jsonl":
+        yield from (line["row"] for line in map(json.loads, path.read_text().splitlines()) if "row" in line)
+    else:
+        yield from json.loads(path.read_text())["rows"]
+
+
+def gains() -> list[list[Any]]:
+    """The rows of the table, sorted."""
+    found = []
+    for name, place, which in FILES:
+        for row in read(RESULTS / name):
+            dtype, ratio = row.get("dtype"), row.get("ratio_torch", row.get("ratio"))
+            if (ratio is None or dtype == "tf32" or row.get("layers", 1) > 1 or row.get("suite") == "stacks"
+                    or row.get("kind") == "graph"):
+                continue
+            found.append([place, CELLS.get(row["cell"], row["cell"]), SAME.get(dtype, dtype), which or row["kind"],
+                          row["H"], round(ratio, 2)])
+    return sorted(found)
+
+
+def main() -> None:
+    lines = ",\n".join(map(json.dumps, gains()))
+    OUT.write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    main()
