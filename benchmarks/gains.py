@@ -19,7 +19,7 @@ FILES = (("h100_grid.jsonl", "cuda", "inference"), ("h100_classes.jsonl", "cuda"
          ("h200_training.json", "cuda", "training"), ("h100_training.json", "cuda", "training"),
          ("h200_cells.json", "cuda", None), ("cpu.json", "cpu", "inference"), ("cpu_skylake.json", "cpu", "inference"),
          ("zen4_training_cpu.json", "cpu", "training"), ("zen3_training_cpu.json", "cpu", "training"),
-         ("emeraldrapids_training_cpu.json", "cpu", "training"), ("cpu_cells.json", "cpu", None))
+         ("emeraldrapids_training_cpu.json", "cpu", "training"))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

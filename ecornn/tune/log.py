@@ -328,7 +328,8 @@ class Journal:
         except Timeout:
             raise RecordError(f"another process tunes this layer into {self.path}; wait for it or stop it") from None
         except OSError as error:
-            raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}") from error
+            raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}; ECORNN_TUNING_LOGS "
+                              "names another folder") from error
         try:
             yield
         finally:

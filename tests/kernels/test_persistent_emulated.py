@@ -19,11 +19,12 @@ from ecornn.cells import get
 from ecornn.interpreter import interpret
 from ecornn.runtime import Columns
 from ecornn.schedules import all_schedules
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import SearchedSchedule, Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
 from ecornn.schedules.persistent.plan import LINE, lanes_of
 from ecornn.targets import KNOWN
+from ecornn.tune.choose import candidates
 from ecornn.workload import ALONE, Traversal
 
 SMALL = replace(KNOWN["sm_90a"], cores=6)
@@ -158,6 +159,19 @@ def test_each_direction_has_a_default_of_its_own():
         task = task_of("rnn_tanh", (300, 20, 2048, 640), "float32", KNOWN["sm_90a"], Traversal(reverse, 2))
         config = schedule.default(task)
         assert schedule.check(task, config) is None and (config["ahead"] == 100) == reverse
+
+
+@pytest.mark.parametrize("cell, sizes, dtype, keep", [
+    ("lstm", (128, 16, 256, 256), "float32", None), ("gru", (128, 1, 96, 96), "bfloat16", "gates"),
+    ("rnn_tanh", (300, 20, 2048, 640), "float32", None)])
+def test_a_reverse_sequence_finds_what_a_search_of_its_own_would(cell: str, sizes: tuple[int, int, int, int],
+                                                                 dtype: str, keep: str | None):
+    """It takes the other direction's, if that serves it."""
+    for schedule in candidates(KNOWN["sm_90a"]):
+        task = task_of(cell, sizes, dtype, KNOWN["sm_90a"], Traversal(reverse=True, directions=2, keep=keep))
+        if isinstance(schedule, SearchedSchedule) and schedule.serves(task) is None:
+            anew = type(schedule)()
+            assert anew.best(task) == anew.search(task), schedule.name
 
 
 def test_polls_in_parts_where_registers_are_short(tmp_path):
