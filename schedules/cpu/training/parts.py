@@ -255,15 +255,14 @@ class OuterProducts:
     """A function's outer products, of chunks of at most ``rooms`` rows, on a CPU of so many vector ``registers``."""
 
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
-        self.worker, self.outers = worker, outers
-        lanes = worker.e.lanes
-        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)  # of j, and at most, vectors of k, of a tile
+        self.worker, lanes = worker, worker.e.lanes
+        self.height, most = (8, 3) if registers > 16 else (6, 2)  # of j, and vectors of k, of a tile
         self.panels: dict[tuple[Place, int, int], Panels] = {}
         self.work: list[tuple[Outer, Panels, Panels]] = []  # with the panels of j and of k
         for outer in outers:
             # the last vector alone may reach past a row: panels that differ by one vector are as many as are needed
             vectors = -(-outer.columns // lanes)
-            panels = -(-vectors // self.vectors)
+            panels = -(-vectors // most)
             wide = -(-vectors // panels)
             found, tall = [], -(-outer.rows // self.height)
             for place, width, length, count, fewer in (
