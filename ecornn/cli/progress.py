@@ -1,4 +1,4 @@
-"""Showing how a tuning run goes: a bar on a terminal, a line now and then elsewhere; PyTorch's layer as a mark."""
+"""Showing how a tuning run goes: a bar on a terminal, elsewhere a line now and then; and PyTorch's own time."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class Meter:
 
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
+        from rich.table import Column
 
         self.console, self.begun, self.clock = console, time.monotonic(), Heartbeat(self._beat)
         self.lock = self.clock.lock
-        self.bar = progress.Progress(progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
-                                     progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
-                                     progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        what = progress.TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))  # cut if narrow
+        self.bar = progress.Progress(progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
+                                     progress.BarColumn(bar_width=10), what, console=console, expand=True,
+                                     disable=not console.is_terminal)
         self.all = self.bar.add_task("layers", total=layers, best="") if layers > 1 else None
         self.going: list[LayerMeter] = []
 
@@ -79,12 +81,12 @@ class Meter:
 
 
 class LayerMeter:
-    """A layer's part of a :class:`Meter`; ``torch_us``, once it is known, are µs per step of PyTorch's layer."""
+    """A layer's part of a :class:`Meter`."""
 
     def __init__(self, meter: Meter, name: str, training: bool) -> None:
         self.meter, self.name, self.training = meter, name, training
         self.names = [f"{name} {which}".strip() for which in (("forward", "backward") if training else ("tuning",))]
-        self.now, self.torch_us = "starting", None  # type: tuple[str, float | None]
+        self.now = "starting"
         self.rows: list[TaskID] = [meter.bar.add_task(self.names[0], total=None, best="")]
 
     def stage(self, name: str) -> None:
@@ -96,27 +98,20 @@ class LayerMeter:
     def report(self, now: Progress) -> None:
         """Called after each trial."""
         meter, entry = self.meter, int(now.trial.workload.backward)
-        best = standing(now, self.torch_us)
+        best = standing(now)
         with meter.lock:
             while len(self.rows) <= entry:
                 self.rows.append(meter.bar.add_task(self.names[len(self.rows)], total=None, best=""))
             meter.bar.update(self.rows[entry], completed=now.done, total=now.total, best=best)
             if not meter.console.is_terminal and (not meter.clock.due() or now.done in (1, now.total)):
                 of = f"{self.names[entry]} " if self.name or self.training else ""
-                meter.print(f"{of}trial {now.done}/{now.total}  {best}")
+                meter.print(f"{of}trial {now.done}/{now.total}, {best}")
 
 
-def standing(now: Progress, torch_us: float | None = None) -> str:
-    """The best so far, against the default and PyTorch's layer, and how long the rest takes at most."""
-    if now.best_us is None:
-        words = ["none has run yet"]
-    else:
-        words = [f"best {now.best_us:.4g} µs/step"]
-        words += [f"{now.default_us / now.best_us:.2f}x the default"] if now.default_us else []
-        words += [f"{torch_us / now.best_us:.2f}x PyTorch"] if torch_us else []
-    if now.left_s is not None and now.done < now.total:
-        words.append(f"at most {duration(now.left_s)} left")
-    return ", ".join(words)
+def standing(now: Progress) -> str:
+    """How long the rest takes at most, and the best so far: a gain is known once the fastest have been compared."""
+    left = [f"at most {duration(now.left_s)} left"] if now.left_s is not None and now.done < now.total else []
+    return ", ".join([*left, "none has run yet" if now.best_us is None else f"best {now.best_us:.4g} µs/step"])
 
 
 def duration(seconds: float) -> str:

@@ -165,12 +165,10 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             work, device = space.task.workload, space.task.device
             progress.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
                            + (f", {resumed} trials in the log" if resumed else ""), markup=False)
-            one.torch_us = None
             if torch and session.tracker is None:
                 one.stage("timing PyTorch's layer")
-                one.torch_us = torch_us(work, device)
-                if one.torch_us is not None:
-                    progress.print(f"{count}PyTorch's layer: {one.torch_us:.4g} µs/step", markup=False)
+                if (theirs := torch_us(work, device)) is not None:
+                    progress.print(f"{count}PyTorch's layer: {theirs:.4g} µs/step", markup=False)
 
         try:
             with meter.layer(count.strip(), layer.training) as one:
