@@ -17,7 +17,7 @@ PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "e
 BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
 QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/tune/test_records.py::test_what_ships_is_whole",
          "tests/tune/test_records.py::test_nothing_is_appended", "tests/cli/test_layer_spec.py"]
-RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
+RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".json", ".typed")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -36,7 +36,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = source / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    said = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    assert "`packages` configuration" not in said  # forty lines for each folder that it does not name
     (built,) = out.glob("*.whl")
     return built
 
