@@ -22,8 +22,9 @@ RUNTIME := numpy msgspec ml_dtypes "apache-tvm-ffi==0.1.14.post1"
 BIN := $(VENV)/bin
 MODULE := build/lstm$(HIDDEN).so
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-# Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from the [cuda] extra.
-EXTRA := $(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,[cuda]))
+# Searches need the [tune] extra. Without nvcc, a machine with an NVIDIA driver compiles CUDA through NVRTC, from [cuda].
+COMMA := ,
+EXTRA := [tune$(if $(shell command -v nvidia-smi),$(if $(shell command -v nvcc),,$(COMMA)cuda))]
 
 # Installs $(1) into the environment; says every five seconds that it is at it, and ends as pip does.
 define install

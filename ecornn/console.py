@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-PACKAGES = {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi", "xgboost": "xgboost-cpu"}  # module: what brings it
+PACKAGES = {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}  # module: what brings it
 HINT = ("this installation runs module files and no more. To compile and tune, install ecornn with what it requires: "
         "pip install of its wheel file or checkout, without --no-deps")
 

@@ -90,18 +90,18 @@ def examined() -> dict[str, Callable[[], Finding]]:
         compiler = cuda_compiler()
         return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"
 
-    def package(name: str, use: str) -> Finding:
-        """``use`` says how to install it, and what for."""
-        try:
-            return version(name), None
-        except PackageNotFoundError:
-            return "none", f"pip install {use}"
+    def package(names: str, use: str) -> Finding:
+        """``names``: of packages, any of which will do; ``use`` says how to install it, and what for."""
+        for name in names.split():
+            with contextlib.suppress(PackageNotFoundError):
+                return version(name), None
+        return "none", f"pip install {use}"
 
     return {
         "CPU": cpu, "GPU": gpu, "CUDA compiler": cuda, "C++ compiler": lambda: (" ".join(find_compiler()), None),
         "TVM": partial(package, "apache-tvm", "apache-tvm: needed to compile and tune"),
         "tvm-ffi": partial(package, "apache-tvm-ffi", "apache-tvm-ffi: needed to run modules"),
-        "XGBoost": partial(package, "xgboost-cpu", "xgboost-cpu: needed to tune"),
+        "XGBoost": partial(package, "xgboost-cpu xgboost", "xgboost-cpu: optional; a search ranks by it what to try"),
         "tornado": partial(package, "tornado", "tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
                            "measure with it on other machines' devices"),
         "PyTorch": partial(package, "torch", "torch: optional; `ecornn bench` compares with it, and tuning for a GPU "

@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,11 +131,12 @@ def explained(groups: list[list[float]]) -> float:
 
 def importance(run: SearchRun, task: Task | None) -> dict[str, float]:
     """Knobs of the best's schedule by their share of the total gain of the cost model's trees, trained on this run
-    alone. A schedule's other features of a candidate have the rest. {} where there is too little to learn."""
+    alone. A schedule's other features of a candidate have the rest. {} where there is too little to learn, or no
+    XGBoost."""
     from ecornn.tune.search import CostModel, features
     from ecornn.tune.space import Candidate
 
-    if task is None or run.best is None:
+    if task is None or run.best is None or find_spec("xgboost") is None:
         return {}
     model, known = CostModel(), all_schedules()
     for trial in run.search:

@@ -11,12 +11,14 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import islice
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from ecornn.errors import MissingPackageError
 from ecornn.schedules.base import AnySchedule, Task
 from ecornn.tune.space import Candidate, ConfigSpace
 
@@ -60,6 +62,13 @@ def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[st
         else:
             row[f"{name}:{key}"] = math.log2(number) if number > 64 else float(number)
     return row
+
+
+def require_xgboost() -> None:
+    """Raises :class:`~ecornn.errors.MissingPackageError` without XGBoost, whichever package brings it."""
+    if find_spec("xgboost") is None:
+        raise MissingPackageError("XGBoost is not installed, by which a search ranks what to try: pip install "
+                                  "\".[tune]\" in the checkout, or pip install xgboost-cpu")
 
 
 class CostModel:

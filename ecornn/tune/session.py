@@ -31,7 +31,7 @@ from ecornn.tune.log import Gain, Journal, digest_of, gain_of, log_path
 from ecornn.tune.pool import Closed, Entries, Pool, ProcessEvaluator
 from ecornn.tune.record import Choice, Finish, first_line
 from ecornn.tune.remote import Tracker
-from ecornn.tune.search import CostModel, Search
+from ecornn.tune.search import CostModel, Search, require_xgboost
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Progress, Settings, Tuner
 from ecornn.worker import MARK
@@ -228,6 +228,7 @@ class Session:
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
                 begin: Callable[[ConfigSpace, int], None], stage: Callable[[str], None]) -> None:
         """Carries out the rest of a run."""
+        require_xgboost()
         stage("starting processes")
         if self.entries == Entries():  # a BuildError where nothing could be built here
             find_compiler()

@@ -20,9 +20,10 @@ from ecornn import host_gpu
 from ecornn.cells.naming import load_cell
 from ecornn.cli.tune_command import run
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, BuildError, CellError, DeviceError, RecordError
+from ecornn.errors import ArgumentError, BuildError, CellError, DeviceError, MissingPackageError, RecordError
+from ecornn.layer_spec import LayerSpec
 from ecornn.targets import KNOWN, resolve
-from ecornn.tune import Session, building, remote, tune
+from ecornn.tune import Session, building, remote, search, tune
 from ecornn.tune.building import Build
 from ecornn.tune.choose import Environment, matched, present
 from ecornn.tune.log import Line, Log, digest_of
@@ -248,3 +249,12 @@ def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, 
         console = Console(soft_wrap=True, file=io.StringIO())
         run(console, session, [{"cell": "lstm"}] * count, target, {}, found := [], torch=False)
         assert found == [result] * count and expected in console.file.getvalue()
+
+
+def test_without_xgboost_a_search_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Whichever package brings it: nothing was started."""
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    stages = list[str]()
+    with Session("cpu") as session, pytest.raises(MissingPackageError, match=r"XGBoost is not.*\[tune\]"):
+        session.tune_layer(LayerSpec("lstm", 8, batch=2, seq=5), trials=1, output=tmp_path / "log", stage=stages.append)
+    assert not stages and not (tmp_path / "log").exists()
