@@ -166,12 +166,10 @@ def test_each_direction_has_a_default_of_its_own():
     ("rnn_tanh", (300, 20, 2048, 640), "float32", None)])
 def test_a_reverse_sequence_finds_what_a_search_of_its_own_would(cell: str, sizes: tuple[int, int, int, int],
                                                                  dtype: str, keep: str | None):
-    """It takes the other direction's, if that serves it."""
     for schedule in candidates(KNOWN["sm_90a"]):
         task = task_of(cell, sizes, dtype, KNOWN["sm_90a"], Traversal(reverse=True, directions=2, keep=keep))
         if isinstance(schedule, SearchedSchedule) and schedule.serves(task) is None:
-            anew = type(schedule)()
-            assert anew.best(task) == anew.search(task), schedule.name
+            assert (anew := type(schedule)()).best(task) == anew.search(task)
 
 
 def test_polls_in_parts_where_registers_are_short(tmp_path):

@@ -123,7 +123,7 @@ def test_a_fault_within_is_an_internal_error(name: str, module: Any, tmp_path: P
 
 def test_it_says_of_which_layer_and_goes_between_processes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiler, "device_of", fault(KeyError("rest_v")))
-    with pytest.raises(InternalError, match=r"compiler\.plan_layer\(LayerSpec.*lstm.*KeyError: 'rest_v'") as caught:
+    with pytest.raises(InternalError, match=r"compiler\.compile_layer\(LayerSpec.*lstm.*KeyError: 'rest_v'") as caught:
         ecornn.compile("lstm", **LAYER)
     for again in (pickle.loads(pickle.dumps(caught.value)), copy.copy(caught.value)):
         assert str(again) == str(caught.value) and again.layer == caught.value.layer
