@@ -1,4 +1,4 @@
-"""Writes ``ecornn/torch/gains.json``, what users of ``ecornn.torch.replace`` are told to expect, from measured rows.
+"""Writes ``ecornn/torch/gains.json``, the gains that ``ecornn.torch.replace`` reports, from measured rows.
 
     python benchmarks/gains.py
 """

@@ -1,4 +1,4 @@
-"""Times what a training step of a drop-in takes of the host, beside torch.nn's: microseconds of eager steps on a GPU.
+"""Times the host's part of a training step on a GPU, of a drop-in and of torch.nn's layer, in microseconds.
 
     python benchmarks/host_of_training.py --output host_of_training.json
 

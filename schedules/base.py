@@ -296,8 +296,8 @@ class SearchedSchedule(Schedule[Plan]):
         """The valid configuration that is expected to be fastest; None where there is none."""
 
     def best(self, task: Task) -> Config | None:
-        """The result of :meth:`search`, kept for the next question. A reverse sequence has the estimates of one that
-        goes forward, and some of its configurations: where the best one is among these, it is the best here."""
+        """The result of :meth:`search`, kept for the next question. A reverse sequence has a forward one's estimates,
+        but not all of its configurations: the forward one's best, if it is among them, is the best here."""
         way = task.traversal
         key = task.workload, task.device, way, task.after is None
         if key not in self._known:

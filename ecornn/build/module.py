@@ -49,7 +49,8 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
 
 @contextlib.contextmanager
 def host_code_ahead(device: Device) -> Iterator[None]:
-    """Compiles what all modules of a device's kind share meanwhile: the first one of a machine waits for it."""
+    """Compiles, while the caller does something else, the host code that all modules of a device's kind share. The
+    first module of a machine waits for it."""
     import tvm_ffi.libinfo  # noqa: F401  # not by two threads at once
 
     backend = cuda if device.kind == "cuda" else llvm

@@ -109,7 +109,8 @@ class LayerMeter:
 
 
 def standing(now: Progress) -> str:
-    """How long the rest takes at most, and the best so far: a gain is known once the fastest have been compared."""
+    """Says how long the rest takes at most, and the best time so far, in µs a step. It states no gain, which is known
+    once the fastest have been compared."""
     left = [f"at most {duration(now.left_s)} left"] if now.left_s is not None and now.done < now.total else []
     return ", ".join([*left, "none has run yet" if now.best_us is None else f"best {now.best_us:.4g} µs/step"])
 

@@ -26,8 +26,8 @@ raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of PyT
 
 
 class Spare:
-    """Memory of a CPU that one step has kept its values in, for the next one, once nothing else has it. The system
-    would clear new memory page by page, which takes a tenth of a step."""
+    """Hands the memory that one step on a CPU has kept its values in to the next one, once nothing else has it. The
+    system would clear new memory page by page, which takes a tenth of a step."""
 
     LEAST = 1 << 22  # bytes; of smaller blocks malloc has some that were used before
 
@@ -36,7 +36,8 @@ class Spare:
         self._alone = 0  # what has its memory while nobody uses it, by count
 
     def take(self, x: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """So many bytes (N,) where ``x`` is, which the caller has until the tensor, and all that shares it, is gone."""
+        """Returns a tensor of ``nbytes`` bytes (N,), uint8, on the device of ``x``. The memory is the caller's until
+        the tensor, and all that shares it, is gone."""
         if not x.is_cpu or nbytes < self.LEAST or _holders is None:
             return x.new_empty(nbytes, dtype=torch.uint8)
         try:

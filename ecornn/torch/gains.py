@@ -1,4 +1,4 @@
-"""The gains of layers like a given one where these were measured: what :func:`ecornn.torch.replace` lets one expect.
+"""The gains that were measured of layers like a given one, which the report of :func:`ecornn.torch.replace` states.
 
 ``gains.json`` has a row for each measured layer: place, cell, data type, pass, hidden size, and how many times as fast
 the compiled layer is as PyTorch's, or cuDNN's. ``benchmarks/gains.py`` writes it from ``benchmarks/results``."""
@@ -33,7 +33,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def expected(module: torch.nn.Module) -> str:
-    """The gains of layers like this one, in words; empty where none was measured."""
+    """Says in words how many times as fast layers like this one are; empty where none was measured."""
     weight: Any = getattr(module, "weight_hh_l0", None) if isinstance(module, torch.nn.RNNBase) else module.weight_hh
     cell: Any = module.mode if isinstance(module, torch.nn.RNNBase) else type(module).TORCH.__name__
     hidden, dtype = int(module.hidden_size), str(weight.dtype).removeprefix("torch.")

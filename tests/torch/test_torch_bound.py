@@ -489,7 +489,7 @@ def test_gradients_of_gradients_are_refused(lstm: Any):
 
 
 def test_memory_of_a_step_is_taken_again_once_nobody_has_it():
-    """On a CPU, where new memory is cleared page by page: not while a graph, a view or another call has it."""
+    """A step on a CPU takes the memory again, but not while a graph, a view or another call has it."""
     spare, x, size = Spare(), torch.zeros(1), Spare.LEAST
 
     def place(nbytes: int = size) -> int:

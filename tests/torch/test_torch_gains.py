@@ -1,4 +1,4 @@
-"""What replace() lets one expect: the gains of measured layers."""
+"""The report of replace() says what measured layers like a swapped one gained."""
 
 import json
 

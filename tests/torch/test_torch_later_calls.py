@@ -482,7 +482,7 @@ class Marked(torch.Tensor):
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_an_input_that_has_left_a_transform(trains: bool):
-    """It is a wrapper that nobody unwraps any more."""
+    """The transform leaves a wrapper behind, which nothing unwraps any more."""
     _, ours, x = case("GRU")
     left = []
     torch.func.grad(lambda x: (left.append(x), x.sum())[1])(x)

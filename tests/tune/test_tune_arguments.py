@@ -252,7 +252,7 @@ def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, 
 
 
 def test_without_xgboost_a_search_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Whichever package brings it: nothing was started."""
+    """The error comes before anything is started."""
     monkeypatch.setattr(search, "find_spec", lambda name: None)
     stages = list[str]()
     with Session("cpu") as session, pytest.raises(MissingPackageError, match=r"XGBoost is not.*\[tune\]"):
