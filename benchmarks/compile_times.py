@@ -7,14 +7,16 @@ a time unless --jobs says otherwise. `imports` is the time until TVM is loaded, 
 the heuristic, `build` from the program to the file: lowering, the CUDA compiler, linking. A persistent module should be
 built in less than 5 seconds. Beside the table rows have of `build` the seconds of CPU of this process, `lowering`, and
 of the compilers, `compilers`, and nvcc's own report of the source that took longest: `preprocessing`, `cicc` and
-`ptxas`. Rows are appended; the same command goes on where it stopped.
+`ptxas`. Rows are appended; the same command goes on where it stopped. Of --first they are medians of --repeats.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -28,29 +30,53 @@ from ecornn.bench.grid import Layer
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.errors import EcornnError
+from ecornn.layer_spec import LayerSpec
 from ecornn.targets import resolve
 
+# forward, and training: two bidirectional layers; H of the first one and of the other one
+FIRST = {"LSTM 512 B=16 float32": ((512, 384), {"batch": 16}),
+         "training, 2 bidirectional LSTMs of 128": (
+             (128, 96), {"batch": 32, "layers": 2, "bidirectional": True, "training": True})}
 MOST = 5.0  # seconds to build a persistent module
 PHASES = {"gcc (preprocessing 1)": "preprocessing", "cicc": "cicc", "ptxas": "ptxas"}
 
 
-def compile_cold(row: Layer, device: Device, folder: Path) -> dict:
+def compile_alone(layer: LayerSpec, device: Device, folder: Path, cache: str) -> dict:
     """Seconds of each part, and bytes; in a process that has done nothing else."""
+    os.environ["ECORNN_CACHE"] = cache
     begin = time.perf_counter()
     from ecornn.quick_tvm import import_tvm
 
     import_tvm()
+    from ecornn.build.module import host_code_ahead
     from ecornn.compiler import build, plan_layer
 
-    out, imported = folder / f"{row.name.replace(' ', '_')}.so", time.perf_counter()
-    planned = plan_layer(row.case.layer(), target=device)
+    out, imported = folder / f"{layer.workload.hidden}.so", time.perf_counter()
     os.environ["NVCC_APPEND_FLAGS"] = f"--time={out.with_suffix('.csv')}"
-    chosen, before = time.perf_counter(), os.times()
-    build(planned, out)
+    with host_code_ahead(device):  # as compile() does
+        planned = plan_layer(layer, target=device)
+        chosen, before = time.perf_counter(), os.times()
+        build(planned, out)
     built, cpu = time.perf_counter(), [now - then for now, then in zip(os.times(), before, strict=True)]
-    return {"imports": imported - begin, "choice": chosen - imported, "build": built - chosen,
+    return {"imports": imported - begin, "choice": chosen - imported, "build": built - chosen, "all": built - begin,
             "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name,
             "lowering": cpu[0] + cpu[1], "compilers": cpu[2] + cpu[3], **slowest(out.with_suffix(".csv"))}
+
+
+def first_layers(device: Device, repeats: int) -> list[dict]:
+    """A row of each layer of FIRST, cold and warm."""
+    turns: dict[tuple[str, str], list[dict]] = {}
+    for _, (name, (sizes, properties)) in itertools.product(range(repeats), FIRST.items()):
+        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+            for hidden, which in zip(sizes, ("cold", "warm"), strict=True):
+                row = alone(compile_alone, LayerSpec("lstm", hidden=hidden, **properties), device, Path(folder),
+                            f"{folder}/cache")
+                turns.setdefault((name, which), []).append(row)
+                print(f"{name}, {which}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items()
+                                                       if isinstance(v, float)), flush=True)
+    return [{"layer": name, "cache": which} | {
+        key: value if isinstance(value, str) else statistics.median(row.get(key, 0) for row in of)
+        for key, value in of[0].items()} for (name, which), of in turns.items()]
 
 
 def slowest(times: Path) -> dict[str, float]:
@@ -88,21 +114,26 @@ def main() -> None:
                         help="JSON lines to append to; a Markdown table is written beside it")
     parser.add_argument("--target", default="cuda", help="what to compile for (default: the GPU at hand)")
     parser.add_argument("--jobs", type=int, default=1, help="modules at a time (default: 1)")
+    parser.add_argument("--first", action="store_true", help="the layers of FIRST; OUTPUT is JSON")
+    parser.add_argument("--repeats", type=int, default=3, help="times each of --first is compiled (default: 3)")
     arguments = parser.parse_args()
-    from side_by_side import environment  # with PyTorch: not what processes that compile begin with
+    from side_by_side import environment, write  # with PyTorch: not what processes that compile begin with
 
     from ecornn.tune.choose import cuda_compiler
 
-    os.environ["ECORNN_CACHE"] = "off"
     try:
-        device, log = resolve(arguments.target), RowLog(arguments.output)
+        device = resolve(arguments.target)
+        where = environment(cpu=True) | {"target": device.name, "cores": len(os.sched_getaffinity(0))}
+        if arguments.first:
+            write(arguments.output, where, first_layers(device, arguments.repeats))
+            return
+        log = RowLog(arguments.output)
         left = [row for row in modules() if not log.has(row.name)]
-        log.begin(environment(cpu=True) | {"gpu": device.name, "compiler": cuda_compiler(), "jobs": arguments.jobs,
-                                           "cores": len(os.sched_getaffinity(0))})
+        log.begin(where | {"gpu": device.name, "compiler": cuda_compiler(), "jobs": arguments.jobs})
     except (EcornnError, ValueError) as error:  # no GPU; a file that is no results
         sys.exit(str(error))
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, ThreadPoolExecutor(arguments.jobs) as threads:
-        futures = [threads.submit(alone, compile_cold, row, device, Path(folder)) for row in left]
+        futures = [threads.submit(alone, compile_alone, row.case.layer(), device, Path(folder), "off") for row in left]
         for row, future in zip(left, futures, strict=True):
             try:
                 result = future.result()

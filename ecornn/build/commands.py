@@ -86,6 +86,12 @@ def started() -> tuple[Started, ...]:
     return getattr(_thread, "started", ())
 
 
+def at_once() -> int:
+    """Functions that are compiled at a time: one a core, a fourth of that in a process that others go before."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // 4) if os.nice(0) > 0 else cores
+
+
 @contextlib.contextmanager
 def at_the_same_time(threads: int) -> Iterator[ThreadPoolExecutor]:
     """A pool of threads that compile; an exception, as Ctrl-C in the main thread, ends its compilers, begins none."""

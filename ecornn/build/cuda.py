@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from ecornn.build.commands import at_the_same_time
+from ecornn.build.commands import at_once, at_the_same_time
 from ecornn.build.generated import Generated, Texts, texts
 from ecornn.build.host_cuda import COOPERATIVE, FILES, PACK, SCALARS, Kernel, host_program
 from ecornn.build.nvcc import as_variables, compile_cubin, ptx
@@ -26,6 +26,7 @@ PROJECTION = "project"  # in the names of functions that project a sequence's in
 PACK_SYMBOL = "ecornn_pack_weights"  # of pack_weights.cu
 CUBIN = "ecornn_cubin"  # and its number
 LARGE = 64_000  # characters of a kernel's source
+TOGETHER = 6  # kernels of a source, whose compiler works for about half a second
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
 
@@ -62,16 +63,21 @@ def host_sources() -> dict[str, str]:
 
 def _groups(launched: Program, lowered: list[_Lowered],
             made: Mapping[str, OneKernel]) -> list[tuple[list[_Lowered], str]]:
-    """Kernels that are compiled together, and their source; of the first group also those of ``made``. The projection
-    is as good as the same for all configurations of a workload, so it is compiled apart, unless that takes less than
-    starting the compiler, or it is a part of another kernel."""
+    """Kernels that are compiled together, and their source: :data:`TOGETHER` at most, but for those ``made`` and their
+    parts, which are in the first group. The projection is as good as the same for all configurations of a workload, so
+    it is compiled apart, unless that takes less than starting the compiler, or it is a part of another kernel."""
     parts = _parts(made)
     texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
                 if PROJECTION in one.name and one.name not in parts]
     apart = [(group, text) for group, text in texts_of if len(text) >= LARGE]
     alone = [one for group, _ in apart for one in group]
-    rest = [one for one in lowered if one not in alone]
-    return ([(rest, _whole(launched, rest, made))] if rest else []) + apart
+    joined = [one for one in lowered if one.name in parts]
+    rest = [one for one in lowered if one not in alone and one not in joined]
+    count = max(1, -(-len(rest) // TOGETHER))
+    groups = [rest[len(rest) * n // count:len(rest) * (n + 1) // count] for n in range(count)]
+    groups[0] = joined + groups[0]
+    return [(group, _whole(launched, group, {} if number else made))
+            for number, group in enumerate(groups) if group] + apart
 
 
 def _whole(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel], readable: bool = False) -> str:
@@ -126,10 +132,16 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
     if not program.functions:
         raise BuildError("the program has no functions")
     lowered, structure = [], cast(Any, tvm_ffi.StructuralKey)
-    for name, function in program.functions.items():
-        # Equal structure says nothing of names, which tell a kernel's parameters apart.
-        key = name, arch, tuple(p.name for p in function.params), structure(function)
-        code = _kept(key, partial(_pipeline, name, function, arch))
+    # Equal structure says nothing of names, which tell a kernel's parameters apart.
+    keys = [(name, arch, tuple(p.name for p in function.params), structure(function))
+            for name, function in program.functions.items()]
+    codes = {key: _latest[key] for key in keys if key in _latest}
+    with at_the_same_time(at_once()) as threads:  # TVM lets go of Python's lock
+        made = {key: threads.submit(_pipeline, key[0], function, arch)
+                for key, function in zip(keys, program.functions.values(), strict=True) if key not in codes}
+        codes |= {key: _kept(key, one.result) for key, one in made.items()}
+    for key, (name, function) in zip(keys, program.functions.items(), strict=True):
+        code = codes[key]
         kernel = _kernel(program, name, function, code)
         explicit = (function.attrs or {}).get("tirx.noalias")
         restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)

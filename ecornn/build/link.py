@@ -90,7 +90,7 @@ os.register_at_fork(after_in_child=_forked)  # the thread that has it is not the
 def _host_library_of(compiler: tuple[str, ...], shared: tuple[tuple[str, str], ...]) -> bytes:
     return cache.entry("host", (_version(compiler), version("apache-tvm-ffi"), *chain(*shared)),
                        # what it does is mostly to wait for the driver: a second of -O2 gains nothing
-                       lambda: _linked(compiler, _compiled(compiler, dict(shared), optimize="-O1"), {}, ()))
+                       lambda: _linked(compiler, _compiled(compiler, dict(shared), optimize="-Og"), {}, ()))
 
 
 def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: bytes) -> bytes:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ecornn import temporary
-from ecornn.build.commands import at_the_same_time
+from ecornn.build.commands import at_once, at_the_same_time
 from ecornn.build.generated import Generated, Texts, texts
 from ecornn.device import Device
 from ecornn.errors import BuildError
@@ -48,12 +47,6 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
 
 def host_sources() -> dict[str, str]:
     return texts(*HEADERS, "host_cpu.cc")
-
-
-def at_once() -> int:
-    """Functions that are compiled at a time: one a core, a fourth of that in a process that others go before."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // 4) if os.nice(0) > 0 else cores
 
 
 def _object(module: Module) -> bytes:

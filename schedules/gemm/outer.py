@@ -232,8 +232,9 @@ class _Outer(MmaMainloop):
         self.rows = T.let("rows", arguments.steps * arguments.batch)
         stages = T.let("stages", (self.rows + (shape.depth - 1)) // shape.depth)
         each = T.let("each", (stages + (shape.parts - 1)) // shape.parts)  # stages of a part
-        self.first = T.let("first", self.part * each)
-        self.count = T.let("count", T.max(0, T.min(each, stages - self.first)))
+        # as variables: TVM's simplifier would put these quotients into every condition, and take 0.3 s
+        self.first = T.variable("first_stage", "int32", self.part * each)[0]
+        self.count = T.variable("stage_count", "int32", T.max(0, T.min(each, stages - self.first)))[0]
         super().__init__(job.dtype, job.arithmetic, memory, shape.height // LEAST_HEIGHT, shape.width // LEAST_WIDTH,
                          STAGES, shape.stage_bytes // job.itemsize, thread, sync_block)
         self.m_warp = T.let("m_warp", self.warp_row * (16 * self.tiles))
