@@ -132,15 +132,15 @@ def bottom_line(runs: list[SearchRun], results: Measured = NOTHING) -> str:
              for run in runs if run.finish is not None]
     others = [min(peers.values()) / run.best.times.median for run in runs
               if run.best is not None and run.best.times and (peers := results.peers(run.best))]
-    said = [f"{_ratio(ratios)} as fast as {what}" for what, ratios in (
-        ("the untuned default", [one for one in gains if one is not None]), ("the fastest other library", others)) if ratios]
-    return " and ".join(said)
+    known = {"the untuned default": [one for one in gains if one is not None], "the fastest other library": others}
+    return " and ".join(f"{_ratio(ratios)} as fast as {what}" for what, ratios in known.items() if ratios)
 
 
 def _ratio(ratios: list[float]) -> str:
     if len(ratios) == 1:
         return f"{ratios[0]:.2f} times"
-    return f"{geometric_mean(ratios):.2f} times (geometric mean of {len(ratios)}, {min(ratios):.2f} to {max(ratios):.2f})"
+    least, most = min(ratios), max(ratios)
+    return f"{geometric_mean(ratios):.2f} times (geometric mean of {len(ratios)}, {least:.2f} to {most:.2f})"
 
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,

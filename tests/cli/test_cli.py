@@ -95,7 +95,8 @@ def test_a_mistyped_name_is_offered_as_it_is_right(name: str, data: st.DataObjec
 
 
 def test_an_option_without_a_value_is_missing():
-    assert run("compile", "--cell", "lstm", "--hidden", "8", code=2).startswith("error: --output is missing: expected a ")
+    said = run("compile", "--cell", "lstm", "--hidden", "8", code=2)
+    assert said.startswith("error: --output is missing: expected a ")
 
 
 def test_exit_codes_of_the_reference():
