@@ -107,8 +107,8 @@ def measure(part: Part, device: str) -> bool:
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
     if result.exists() and (part.docs or "--grid" in part.command):
         good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
-    if result.exists() and part.name == "grid":
-        good &= run("benchmarks/report.py", result, "--plot", "docs/images/speed.svg")
+    if result.exists() and part.name in PLOTS:
+        good &= run("benchmarks/report.py", result, "--plot", PLOTS[part.name])
     return good
 
 

@@ -198,6 +198,8 @@ def test_the_plot():
     picture = report.svg(log)
     assert (ROOT / "docs" / "images" / "speed.svg").read_text() == picture
     assert picture.count("<title>") == 88, "a dot for each layer of the grid"
+    on_cpu = report.svg(read(RESULTS / "cpu_skylake.json"))
+    assert (ROOT / "docs" / "images" / "speed_cpu.svg").read_text() == on_cpu and on_cpu.count("<title>") == 48
     log.rows[0]["ratio"] = 0.9
     assert ": 0.90x" in report.svg(log) and ": 0.90x" not in picture
 
