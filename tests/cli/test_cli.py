@@ -18,7 +18,6 @@ import click
 import psutil
 import pytest
 import runtime_sample
-import site_commands
 from click.testing import CliRunner, Result
 from events import all_end, until
 from hypothesis import assume, given
@@ -99,8 +98,17 @@ def test_an_option_without_a_value_is_missing():
     assert said.startswith("error: --output is missing: expected a ")
 
 
+@pytest.mark.parametrize("line, completed", [("ecornn co", ["compile", "config"]), ("ecornn log st", ["stats"]),
+                                             ("ecornn tune --cel", ["--cell"])])
+def test_a_shell_completes_commands_and_options(line: str, completed: list[str]):
+    asked = os.environ | {"_ECORNN_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = subprocess.run([sys.executable, "-m", "ecornn"], env=asked, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"plain,{word}" for word in completed]
+
+
 def test_exit_codes_of_the_reference():
-    assert re.findall(r"^\| (\d+) ", site_commands.INTRO, re.MULTILINE) == ["0", "1", "2", "130"]
+    text = (ROOT / "docs/reference/commands.md").read_text()
+    assert re.findall(r"^\| (\d+) ", text, re.MULTILINE) == ["0", "1", "2", "130"]
 
 
 @pytest.mark.parametrize("arguments, said", [
