@@ -27,6 +27,7 @@ from ecornn.tune.choose import default_target
 
 HERE = Path(__file__).resolve().parent
 RESULTS, BEGUN = Path("benchmarks/results"), Path("build/bench")  # docs' links are relative to the checkout
+PLOTS = {"grid": "docs/images/speed.svg", "cpu": "docs/images/speed_cpu.svg"}
 ECORNN = ("-m", "ecornn", "bench", "--grid")
 
 

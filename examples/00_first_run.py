@@ -81,8 +81,8 @@ def beside_pytorch(manifest: Any) -> str:
     kind = getattr(torch.nn, LAYERS[work.cell][0])
     own = gain(kind(work.input, work.hidden, **LAYERS[work.cell][1]), work.seq, work.batch, work.input)
     small = gain(torch.nn.GRU(64, 64), 100, 1, 64)
-    return (f"Beside PyTorch {torch.__version__} on this machine: your {kind.__name__} of {work.hidden} units is {own:.2f} "
-            f"times as fast, and a GRU of 64 units with one batch row {small:.3g} times.")
+    return (f"Beside PyTorch {torch.__version__} on this machine: your {kind.__name__} of {work.hidden} units is "
+            f"{own:.2f} times as fast, and a GRU of 64 units with one batch row {small:.3g} times.")
 
 
 def reference(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
