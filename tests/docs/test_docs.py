@@ -44,7 +44,7 @@ from ecornn.tune.oracle import relative_error
 
 NAMES = [page.relative_to(ROOT).as_posix() for page in figures.pages()]
 BLOCK = re.compile(r"((?:<!-- not run: [^>]+ -->\n)?)^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-RUN = ["README.md", "docs/GETTING_STARTED.md", "docs/EXPORT.md",
+RUN = ["README.md", "docs/GAINS.md", "docs/GETTING_STARTED.md", "docs/EXPORT.md",
        *(name for name in NAMES if name.startswith("docs/tutorials/"))]
 RUN = [name for name in RUN if "```python" in (ROOT / name).read_text()]
 
