@@ -59,8 +59,8 @@ def tables() -> str:
     lines = []
     heads = [f"to {most}" for most in SIZES[:-1]] + [f"above {SIZES[-2]}"]
     for (place, which), of_kinds in sorted(found.items(), key=lambda item: (item[0][0] != "cuda", item[0][1])):
-        lines += [f"## {PLACES[place]}, {which}", "", f"| layer | H {' | '.join(heads)} |", "|---" * (1 + len(SIZES)) + "|"]
-        lines += [f"| {cell}, {dtype} | {' | '.join(map(_cell, of))} |" for (cell, dtype), of in of_kinds.items()] + [""]
+        lines += [f"## {PLACES[place]}, {which}", "", f"| layer | H {' | '.join(heads)} |", "|---" * (len(SIZES) + 1) + "|",
+                  *(f"| {cell}, {dtype} | {' | '.join(map(_cell, of))} |" for (cell, dtype), of in of_kinds.items()), ""]
     return "\n".join(lines)
 
 
