@@ -57,10 +57,11 @@ def tables() -> str:
         of = found.setdefault((place, which), {}).setdefault((cell, dtype), [[] for _ in SIZES])
         of[next(n for n, most in enumerate(SIZES) if hidden <= most)].append(ratio)
     lines = []
-    heads = [f"to {most}" for most in SIZES[:-1]] + [f"above {SIZES[-2]}"]
+    heads = " | ".join([f"H to {most}" for most in SIZES[:-1]] + [f"above {SIZES[-2]}"])
     for (place, which), of_kinds in sorted(found.items(), key=lambda item: (item[0][0] != "cuda", item[0][1])):
-        lines += [f"## {PLACES[place]}, {which}", "", f"| layer | H {' | '.join(heads)} |", "|---" * (len(SIZES) + 1) + "|",
-                  *(f"| {cell}, {dtype} | {' | '.join(map(_cell, of))} |" for (cell, dtype), of in of_kinds.items()), ""]
+        lines += [f"## {PLACES[place]}, {which}", "", f"| layer | {heads} |", "|---" * 7 + "|"]
+        lines += [f"| {cell}, {dtype} | {' | '.join(map(_cell, of))} |" for (cell, dtype), of in of_kinds.items()]
+        lines.append("")
     return "\n".join(lines)
 
 
