@@ -47,9 +47,12 @@ class Tensor {
   Tensor(T* data, std::initializer_list<int64_t> shape, DLDevice device = {kDLCPU, 0})
       : Tensor(data, shape, detail::Type<std::remove_const_t<T>>::value, device) {}
   // Of a type that C++17 has no name for, such as {kDLBfloat, 16, 1}.
-  Tensor(const void* data, std::initializer_list<int64_t> shape, DLDataType type, DLDevice device = {kDLCPU, 0}) {
-    if (shape.size() > shape_.size()) throw std::invalid_argument("ecornn::Tensor: three axes at most");
-    for (int64_t size : shape) shape_[static_cast<size_t>(ndim_++)] = size;
+  Tensor(const void* data, std::initializer_list<int64_t> shape, DLDataType type, DLDevice device = {kDLCPU, 0})
+      : Tensor(data, shape.begin(), shape.size(), type, device) {}
+  Tensor(const void* data, const int64_t* shape, size_t ndim, DLDataType type, DLDevice device = {kDLCPU, 0}) {
+    if (ndim > shape_.size()) throw std::invalid_argument("ecornn::Tensor: three axes at most");
+    for (size_t n = 0; n < ndim; ++n) shape_[n] = shape[n];
+    ndim_ = static_cast<int32_t>(ndim);
     data_ = const_cast<void*>(data);
     type_ = type;
     device_ = device;

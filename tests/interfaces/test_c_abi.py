@@ -10,8 +10,10 @@ from pathlib import Path
 
 import c_abi_sample as sample
 import cuda_on_cpu
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from c_abi_sample import check_gradients, close, compiled, drawn, read, run, training_arrays, weights_of, write
 from click.testing import CliRunner
 from cuda_as_cpp import translate
@@ -64,8 +66,8 @@ def lstm(folder: Path, generated: Generated) -> Module:
 
 
 @pytest.fixture(scope="module")
-def large(folder: Path) -> Module:
-    return ecornn.compile("lstm", hidden=H, input=I, target="cpu", out=folder / "large.so")
+def documented(folder: Path) -> Module:
+    return ecornn.compile("lstm", hidden=64, input=8, batch=1, target="cpu", out=folder / "lstm64.so")
 
 
 @pytest.fixture(scope="module")
@@ -155,22 +157,44 @@ def test_under_sanitizers(folder, lstm, generated, monkeypatch, sanitizer):
     run(*before, program, here / "module.so", here, T, B)
 
 
-@pytest.mark.parametrize("language", ["c", "cpp"])
-def test_the_program_of_the_documentation(folder: Path, large: Module, language: str):
-    source = folder / f"documented.{ {'c': 'c', 'cpp': 'cc'}[language] }"
-    source.write_text(sample.documented(language))
-    said = run(compiled(source, folder / f"documented_{language}"), large.path)
-    if language == "c":
-        weights = {p.name: np.zeros(p.shape) for p in large.manifest.parameters}
-        for value in weights.values():
-            value.reshape(-1)[:len(value)] = 0.1
-        x = np.zeros((3, 1, large.manifest.workload.input))
-        x[:, 0, 0] = range(3)
-        wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
-        # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
-        np.testing.assert_allclose([float(v) for v in re.findall(r"= (\S+)", said)], wanted, atol=6e-7)
-    else:
-        assert said == "y[T-1][0] = 0\n"
+def test_the_program_of_the_documentation(folder: Path, documented: Module):
+    (folder / "documented.c").write_text(sample.documented("c"))
+    said = run(compiled(folder / "documented.c", folder / "documented"), documented.path)
+    weights = {p.name: np.zeros(p.shape) for p in documented.manifest.parameters}
+    for value in weights.values():
+        value.reshape(-1)[:len(value)] = 0.1
+    x = np.zeros((3, 1, documented.manifest.workload.input))
+    x[:, 0, 0] = range(3)
+    wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
+    # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
+    np.testing.assert_allclose([float(v) for v in re.findall(r"= (\S+)", said)], wanted, atol=6e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_weights_of_a_file_in_cpp_and_in_python(folder: Path, documented: Module, dtype, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    weights = {name: value.astype(dtype) for name, value in weights_of(documented).items()}
+    safetensors.numpy.save_file(weights | {"other": np.zeros((2, 2, 2, 2))}, "lstm64.safetensors")
+    (folder / "documented.cc").write_text(sample.documented("cpp"))
+    program = compiled(folder / "documented.cc", folder / "documented_cpp")
+    exec(sample.documented("python"), {})
+    numbers = [float(said.removeprefix("y[T-1][0] = ")) for said in (run(program), capsys.readouterr().out)]
+    y, _ = ecornn.reference("lstm", np.ones((10, 1, 8)), {n: w.astype(np.float64) for n, w in weights.items()})
+    np.testing.assert_allclose(numbers, y[-1, 0, 0], rtol=1e-5)  # six digits are printed
+
+
+def test_weights_that_a_file_does_not_have(folder: Path, documented: Module):
+    (folder / "documented.cc").write_text(sample.documented("cpp"))
+    program, file = compiled(folder / "documented.cc", folder / "refusing"), folder / "wrong.safetensors"
+    whole = weights_of(documented)
+    for weights, code, words in ((None, 10, "cannot be read"), ({"other": whole["bias_ih_l0"]}, 6, "it has other"),
+                                 (whole | {"bias_hh_l0": np.zeros((1, 1, 1, 256))}, 2, "4 axes; expected 3 at most"),
+                                 (whole | {"bias_hh_l0": np.zeros(255)}, 2, "has shape (255); expected (256)"),
+                                 (whole | {"bias_hh_l0": np.zeros(256, np.int64)}, 3, "is of int64")):
+        if weights is not None:
+            safetensors.numpy.save_file(weights, file)
+        done = subprocess.run([program, documented.path, file], capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and done.stderr.startswith(f"{code}: ") and words in done.stderr, done.stderr
 
 
 def test_versions(folder: Path, lstm: Module, program: Path):
