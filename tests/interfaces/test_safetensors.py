@@ -1,4 +1,4 @@
-"""Weights that programs in C++ read from safetensors files: as the Python package reads them, damaged files among them."""
+"""Weights that programs in C++ read from safetensors files, damaged ones among them: as the Python package does."""
 
 import json
 import struct
@@ -25,7 +25,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents() -> bytes:
     rng = np.random.default_rng(4)
-    shapes = {"weight_ih_l0": (3, 2), "encoder.bias": (5,), "none": (0, 4), "scalar": (), "naïve \"q\"\n\U0001d11e": (1,)}
+    shapes = {"weight_ih_l0": (3, 2), "encoder.bias": (5,), "none": (0, 4), "scalar": (),
+              "naïve \"q\"\n\U0001d11e": (1,)}
     types = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64, np.int64]
     arrays = {name: rng.standard_normal(shape).astype(dtype)
               for (name, shape), dtype in zip(shapes.items(), types, strict=True)}
@@ -61,7 +62,7 @@ def lengths(whole: bytes) -> Iterator[bytes]:
 
 
 def moved(whole: bytes) -> Iterator[bytes]:
-    """Each begin, end and size of each tensor as another number: holes, overlaps, beyond the end, backwards, no number."""
+    """Each begin, end and size of each tensor as another: holes, overlaps, beyond the end, backwards, no number."""
     text, data = split(whole)
     header = json.loads(text)
     numbers = [(name, member, n) for name, entry in header.items() if name != "__metadata__"
