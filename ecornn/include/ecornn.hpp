@@ -239,6 +239,15 @@ class Module {
     detail::Throw(ecornn_bind(&module_, given.list.data(), given.count(), &options, &layer, &error), error);
     return Layer(layer);
   }
+  // Weights that are linked into the program with the layer, by the function NAME_bind of its header.
+  Layer bind(int32_t (*bound)(const ecornn_module*, const ecornn_bind_options*, ecornn_layer**, ecornn_error*),
+             int32_t threads = 1, int64_t reserve = 1) const {
+    ecornn_error error{};
+    const ecornn_bind_options options{sizeof options, 0, threads, reserve, nullptr};
+    ecornn_layer* layer = nullptr;
+    detail::Throw(bound(&module_, &options, &layer, &error), error);
+    return Layer(layer);
+  }
 
  private:
   ecornn_module module_{};
