@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
 from ecornn.cli.common import PATH, PROPERTIES, SIZE, as_json, every, layer_options, load_tvm, said_while, with_json
 from ecornn.compiler import LayerPlan, build, build_archive, generate, plan_layer
@@ -22,6 +21,8 @@ from ecornn.weight_files import check_place, check_shapes, read_layer, save, siz
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ecornn.explain import Explanation, Part
 
 WISHES = ("auto", "none", *OVERLAPS)
@@ -232,6 +233,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
 
 def host(weight: Any) -> np.ndarray[Any, Any]:
     """A weight of a file; one of torch, from a checkpoint or of a type that NumPy lacks, in float64."""
+    import numpy as np
+
     return np.asarray(weight if isinstance(weight, np.ndarray) else weight.double())
 
 
