@@ -91,8 +91,10 @@ def rewritten(whole: bytes) -> Iterator[bytes]:
         parts = text[:a], text[a:b], text[b:c], text[c:]
         for order in ((0, 2, 3), (0, 1, 1, 2, 3), (0, 2, 1, 3)):
             yield joined("".join(parts[n] for n in order), data)
-    for escape in (r"\u00e4", r"\ud834\udd1e", r"\ud834", r"\udd1e\ud834", r"\ud834A", r"\u12", r"\x41", r"\u00E4\/\b"):
+    for escape in (r"\u00e4", r"\ud834\udd1e", r"\ud834", r"\ud834\u0041", r"\udd1e\ud834", r"\ud834A", r"\u12",
+                   r"\x41", r"\u00E4\/\b"):
         yield joined(text.replace("scalar", escape), data)
+    yield from (joined(text.replace("[0,", f"[{zero},"), data) for zero in ("00", "-0", "+0", "0.0", "0x0", ""))
     for member in ("dtype", "shape", "data_offsets"):
         yield joined(text.replace(f'"{member}"', '"other"', 1), data)
         yield joined(text.replace(f'"{member}"', f'"{member}":0,"{member}"', 1), data)
