@@ -51,3 +51,7 @@ cell = public(traced_cell)
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "Profile", "RNNCell", "Recurrent", "Report", "TracedCell",
            "cell", "prepare", "profile", "rebind", "replace", "restore", "save_modules"]
+
+
+def __dir__() -> list[str]:
+    return __all__
