@@ -25,6 +25,7 @@ from rooms import ROOT
 from test_records import trial
 
 import ecornn
+from ecornn import heartbeat
 from ecornn.build import nvcc
 from ecornn.cli import common, main
 from ecornn.cli.common import folded
@@ -50,7 +51,7 @@ COMMANDS = [(), *every(main)]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
-    monkeypatch.setattr("ecornn.cli.progress.torch_us", lambda work, device: None)  # seconds for each search
+    monkeypatch.setattr("ecornn.cli.torch_time.torch_us", lambda work, device: None)  # seconds for each search
     monkeypatch.chdir(tmp_path)
     return tmp_path / "logs"
 
@@ -237,7 +238,7 @@ def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
             err += found.err
         return err
 
-    monkeypatch.setattr(common, "EVERY", 0.05)
+    monkeypatch.setattr(heartbeat, "EVERY", 0.05)
     with common.said_while("compiling") as told:
         err = heard("... compiling\n")
         told("linking")
