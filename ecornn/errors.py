@@ -19,7 +19,8 @@ class EcornnError(Exception):
             return traceback.format_exception(self)
         frames = [(str(f.f_globals.get("__name__")).partition(".")[0], f.f_code.co_filename, line)
                   for f, line in traceback.walk_tb(self.__traceback__)]
-        callers = [frame[1:] for frame in takewhile(lambda f: f[0] != "ecornn", frames) if frame[0] != "IPython"]
+        callers = [frame[1:] for frame in takewhile(lambda frame: frame[0] != "ecornn", frames)
+                   if frame[0] not in ("IPython", "torch")]
         return [*(source_line(*caller) for caller in callers), f"{type(self).__name__}: {self}"]
 
 

@@ -28,7 +28,8 @@ def table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> str:
 def beside(words: str, picture: str) -> str:
     """HTML with a picture by svg.py on its right, which needs no style sheet then: a notebook may drop those."""
     styled = re.sub(r'class="([^"]*)"', lambda match: f'style="{STYLES.get(match[1], "")}"', picture)
-    return (f'<div style="display: flex; flex-wrap: wrap; gap: 2em; align-items: start">{words}'
+    return ('<div style="display: flex; flex-wrap: wrap; gap: 2em; align-items: start">'
+            f'<div style="flex: 0 1 500px">{words}</div>'
             f'<div style="width: 400px; font: 12px sans-serif; fill: currentColor">{styled}</div></div>')
 
 

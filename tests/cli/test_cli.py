@@ -246,6 +246,12 @@ def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
     with common.told_aloud() as told:
         told("gluing")
         assert heard("  still gluing, ").startswith("gluing\n  still gluing, ")
+    with heartbeat.going("none yet") as told:
+        heard("none yet, ")
+        told("one of two")
+        heard("one of two, ")
+        told("two of two")
+    assert capfd.readouterr().err.splitlines()[-1] == "two of two"
     with common.said_while("loading"), pytest.raises(KeyError):
         raise KeyError
     said = capfd.readouterr()
