@@ -26,7 +26,6 @@ from pathlib import Path
 from measured_rows import alone, described, modules
 from report import layer, table
 
-from ecornn.bench.grid import Layer
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.errors import EcornnError

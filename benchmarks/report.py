@@ -14,7 +14,7 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("doc
 NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu", "slstm": "sLSTM",
          "slstm(heads=8)": "sLSTM with 8 heads,", "slstm8": "sLSTM", "block_gru8": "block GRU"}
 WIDTH, HEIGHT = 520, 340  # words can still be read where a phone shows it
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 62, 44
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 62, 44
 MOST = 16.0  # ratio at the upper end
 DOTS = {"16 bits": ("float16", "bfloat16"), "TF32 on both sides": ("tf32-both",),
          "float32, cuDNN in TF32": ("tf32",), "float32": ("float32",)}
+CELLS = {"LSTM": ("lstm",), "GRU": ("gru",), "vanilla RNN, tanh": ("rnn_tanh",), "vanilla RNN, relu": ("rnn_relu",)}
+SUITES = ("layers", "latency", "grid")  # of a CPU: single layers
 STYLE = """
   .page { fill: #fff }
   text { font: 13px system-ui, sans-serif; fill: #24292f }
@@ -244,15 +246,14 @@ def height(ratio: float) -> float:
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def dots(rows: Iterable[dict], sizes: list[int]) -> list[str]:
+def dots(rows: Iterable[dict], sizes: list[int], kind_of: Callable[[dict], int]) -> list[str]:
     """A dot for each row, in the column of its H; those of a column lie beside each other by kind and order."""
     lines, step = [], (WIDTH - LEFT - RIGHT) / len(sizes)
     for number, hidden in enumerate(sizes):
         column = sorted((r for r in rows if r["H"] == hidden), key=lambda r: (r["ratio"], r["name"]))
         for place, row in enumerate(column):
-            kind = next(i for i, of in enumerate(DOTS.values()) if row["dtype"] in of)
             x = LEFT + step * (number + 0.5 + 0.6 * ((place * 0.618) % 1 - 0.5))  # spread, and the same every time
-            lines.append(f'<circle class="k{kind}" cx="{x:.1f}" cy="{height(row["ratio"]):.1f}" r="4"><title>'
+            lines.append(f'<circle class="k{kind_of(row)}" cx="{x:.1f}" cy="{height(row["ratio"]):.1f}" r="4"><title>'
                          f'{layer(row)} {row["dtype"]}: {row["ratio"]:.2f}x</title></circle>')
         lines.append(f'<text x="{LEFT + step * (number + 0.5):.1f}" y="{HEIGHT - BOTTOM + 18}" '
                      f'text-anchor="middle">{hidden}</text>')
@@ -260,25 +261,34 @@ def dots(rows: Iterable[dict], sizes: list[int]) -> list[str]:
 
 
 def svg(log: Results) -> str:
-    """The plot of the README: how many times as fast as cuDNN each row of the grid is. Without a plotting library, so
-    that the same results give the same bytes, and colours follow a light or dark page."""
-    rows = Summary(log.rows).measured(singles())
-    sizes = sorted({r["H"] for r in rows})
+    """A plot of the README: how many times as fast as cuDNN each row of the grid is, or as the faster of PyTorch and
+    ONNX Runtime each layer on a CPU. Without a plotting library, so that the same results give the same bytes, and
+    colours follow a light or dark page."""
+    if "gpu" in log.environment:
+        rows, kinds, key = Summary(log.rows).measured(singles()), DOTS, "dtype"
+        where, what, other = log.environment["gpu"], "cuDNN", "cuDNN is"
+    else:
+        rows, kinds, key = [r for r in log.rows if r["suite"] in SUITES], CELLS, "cell"
+        where, what, other = log.environment["cpu"].partition(" @")[0], "PyTorch or ONNX Runtime", "they are"
+    title = f"times as fast as {what}"
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-             f'height="{HEIGHT}" role="img" aria-label="Times as fast as cuDNN, by hidden size">',
+             f'height="{HEIGHT}" role="img" aria-label="{title[0].upper()}{title[1:]}, by hidden size">',
              f"<style>{STYLE}</style>", f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="8"/>']
     for ratio in (0.5, 1, 2, 4, 8, 16):
         y = height(ratio)
         lines.append(f'<line class="line{" one" if ratio == 1 else ""}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" '
                      f'y2="{y:.1f}"/><text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{ratio:g}x</text>')
-    lines += dots(rows, sizes)
-    lines.append(f'<text x="{LEFT + 4}" y="{height(1) + 16:.1f}">below this line cuDNN is faster</text>')
-    for number, name in enumerate(DOTS):
+    lines += dots(rows, sorted({r["H"] for r in rows}),
+                  lambda row: next(i for i, of in enumerate(kinds.values()) if row[key] in of))
+    lines.append(f'<text x="{LEFT + 4}" y="{height(1) + 16:.1f}">below this line {other} faster</text>')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    lines.append(f'<text x="12" y="{middle}" text-anchor="middle" transform="rotate(-90 12 {middle})">{title}</text>')
+    for number, name in enumerate(kinds):
         x, y = LEFT + 220 * (number % 2), 16 + 20 * (number // 2)
         lines.append(f'<circle class="k{number}" cx="{x + 6}" cy="{y}" r="5"/>'
                      f'<text x="{x + 16}" y="{y + 4}">{name}</text>')
     lines.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">hidden size H; {len(rows)} layers on '
-                 f'{log.environment["gpu"]}</text>')
+                 f'{where}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

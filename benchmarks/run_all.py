@@ -27,6 +27,7 @@ from ecornn.tune.choose import default_target
 
 HERE = Path(__file__).resolve().parent
 RESULTS, BEGUN = Path("benchmarks/results"), Path("build/bench")  # docs' links are relative to the checkout
+PLOTS = {"grid": "docs/images/speed.svg", "cpu": "docs/images/speed_cpu.svg"}
 ECORNN = ("-m", "ecornn", "bench", "--grid")
 
 
@@ -107,8 +108,8 @@ def measure(part: Part, device: str) -> bool:
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
     if result.exists() and (part.docs or "--grid" in part.command):
         good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
-    if result.exists() and part.name == "grid":
-        good &= run("benchmarks/report.py", result, "--plot", "docs/images/speed.svg")
+    if result.exists() and part.name in PLOTS:
+        good &= run("benchmarks/report.py", result, "--plot", PLOTS[part.name])
     return good
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable
+from difflib import get_close_matches
 from itertools import takewhile
 
 
@@ -25,14 +27,27 @@ class EcornnError(Exception):
 
 
 class ArgumentError(EcornnError, ValueError):
-    """An argument has a value that is not allowed. The message names both, and what is allowed."""
+    """An argument has a wrong value, or an option of a command has none. The message names both, what is expected, and
+    the nearest name that is, if one was mistyped."""
+
+    offers = True  # the nearest name
 
     def __init__(self, argument: str, value: object, allowed: str) -> None:
-        super().__init__(f"{argument}={value!r} is not allowed; expected {allowed}")
+        missing = value is None and argument.startswith("--")
+        given = f"{argument} is missing" if missing else f"{argument}={value!r}"
+        super().__init__(f"{given}: {_meant(value, allowed) if self.offers else ''}expected {allowed}")
         self.argument, self.value, self.allowed = argument, value, allowed
 
     def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, object, str]]:
         return type(self), (self.argument, self.value, self.allowed)  # an error of a worker process reaches its parent
+
+
+def _meant(value: object, allowed: str) -> str:
+    """A question for a name that is nearly one of those that ``allowed`` lists."""
+    listed = allowed.partition("one of ")[2] or allowed.partition(": ")[2]
+    names = re.findall(r"(?:^|, |or |as )([\w.+-]+)(?=,| or |$)", listed)  # and no words of a sentence
+    nearest = get_close_matches(value, names, 1) if isinstance(value, str) and value not in names else []
+    return f"did you mean {nearest[0]}? " if nearest else ""
 
 
 class ShapeError(ArgumentError, RuntimeError):
@@ -41,6 +56,8 @@ class ShapeError(ArgumentError, RuntimeError):
 
 class DTypeError(ArgumentError, RuntimeError):
     """A tensor or an option has the wrong data type. It is both kinds of error, too."""
+
+    offers = False  # float16 is near to bfloat16 in letters alone
 
 
 class NotFiniteError(ArgumentError):

@@ -1,27 +1,36 @@
-"""What MkDocs asks when it builds the site: files that are made, and links as they are there."""
+"""What MkDocs asks when it builds the site: files that are made, links as they are there, what a search leaves out."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import site_api
-import site_commands
+import click
 import site_knobs
 from mkdocs.structure.files import File, Files
 from site_links import ROOT, SHOWN, closure, place, rewritten, shown
 
-MADE = {"reference/commands.md": site_commands.page, "reference/api.md": site_api.page,
-        "reference/errors.md": site_api.errors_page, "reference/knobs.md": site_knobs.page}
+UNSEARCHED = "source/CHANGELOG.md", "source/benchmarks/"  # they name everything, and explain nothing
+
+
+def on_startup(**_: Any) -> None:
+    """Makes the examples of commands part of their help, which is what mkdocs-click shows."""
+    from ecornn.cli import main
+
+    waiting: list[click.Command] = [main]
+    for command in waiting:
+        if command.epilog:
+            command.help = f"{inspect.cleandoc(command.help or '')}\n\n```text\n{command.epilog.strip()}\n```"
+        waiting += getattr(command, "commands", {}).values()
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages of reference, and what pages link to outside of docs/."""
-    for name, page in MADE.items():
-        files.append(File.generated(config, name, content=page()))
+    """Adds the page of knobs, and what pages link to outside of docs/."""
+    files.append(File.generated(config, "reference/knobs.md", content=site_knobs.page()))
     for source in closure():
         if source.endswith(".md"):
             content: str | bytes = rewritten(source, (ROOT / source).read_text())
@@ -32,6 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links of the pages of docs/, which are written as they are in the repository."""
+    """Links of the pages of docs/, which are written as they are in the repository; and whether a search finds it."""
     made = page.file.generated_by is not None
+    page.meta["search"] = {"exclude": page.file.src_uri.startswith(UNSEARCHED)}
     return markdown if made else rewritten(f"docs/{page.file.src_uri}", markdown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import cache
 
-from site_api import markdown
+from site_docstrings import markdown
 
 # Layers by which a schedule is asked for its knobs: those that it has for some only are of the first that has them.
 ASKED = (("lstm", 800, 20, 300, "float16", "sm_90a"), ("lstm", 1024, 128, 300, "bfloat16", "sm_90a"),

@@ -258,4 +258,4 @@ def compared(row: Row, name: str) -> str:
     if all(t.p80 <= SETTLED * t.p20 for t in (ours, other)):
         return f"{row.ratios[name]:.2f} times as long as ecornn"
     low, high = other.p20 / ours.p80, other.p80 / ours.p20
-    return f"{low:.2f} to {high:.2f} times as long as ecornn; times did not settle"
+    return f"{low:.2f} to {high:.2f} times as long as ecornn; the timings were noisy"

@@ -113,7 +113,7 @@ static int make_state(int64_t device, State** out) {
 static int get_state(int64_t device, State** out) {
   if (device < 0 || device >= kMaxDevices) {
     char message[96];
-    snprintf(message, sizeof message, "device=%lld is not allowed; expected 0 to %d",
+    snprintf(message, sizeof message, "device=%lld: expected 0 to %d",
              static_cast<long long>(device), kMaxDevices - 1);
     return fail("ValueError", message);
   }
@@ -390,7 +390,7 @@ static int integers(const char* signature, const TVMFFIAny* args, int32_t given,
 static int check_size(const char* name, int64_t value) {
   if (value >= 1 && value <= INT32_MAX) return 0;
   char message[96];
-  snprintf(message, sizeof message, "%s=%lld is not allowed; expected 1 to %d", name,
+  snprintf(message, sizeof message, "%s=%lld: expected 1 to %d", name,
            static_cast<long long>(value), INT32_MAX);
   return fail("ValueError", message);
 }

@@ -261,8 +261,9 @@ def show(console: Console, result: Result) -> None:
     for reason, count in result.failures.items():
         console.print(f"{count} failed: {reason}", markup=False)
     if result.noisy:
-        console.print(f"{result.noisy} times did not settle: the device is busy or its clock moves, and the order of "
-                      "close candidates is not certain.")
+        noisy = "1 timing was" if result.noisy == 1 else f"{result.noisy} timings were"
+        console.print(f"{noisy} noisy (a busy machine or a changing clock), so candidates that are close may be in the "
+                      "wrong order.")
     console.print(f"log: {result.log}", markup=False)
     if finish.best is None or finish.best_us is None:
         console.print("No candidate ran with the right output; the log has each one's error.")

@@ -115,7 +115,7 @@ class Recurrent:
         self._names = [p.name for p in self._manifest.parameters]
         self._dtype, self._sums = jnp.dtype(dtype), jnp.dtype(summed(dtype))
         self._function = jax.custom_vjp(_with_rows(self))
-        self._function.defvjp(self.forward, self.backward)
+        self._function.defvjp(self._forward, self._backward)
 
     def __repr__(self) -> str:
         return f"<ecornn.jax.Recurrent of {self.module!r}>"
@@ -206,16 +206,16 @@ class Recurrent:
         y, *after = _call(self._results(x))(x, *masks, *states, *weights, entry=_RUN, **self._attributes)
         return y, tuple(after)
 
-    def forward(self, x: jax.Array, masks: Arrays, states: Arrays,
-                weights: Arrays) -> tuple[tuple[jax.Array, Arrays], tuple[Any, ...]]:
-        """y and the last states; and what :meth:`backward` takes, with the values that are kept for it, as bytes."""
+    def _forward(self, x: jax.Array, masks: Arrays, states: Arrays,
+                 weights: Arrays) -> tuple[tuple[jax.Array, Arrays], tuple[Any, ...]]:
+        """y and the last states; and what ``_backward`` takes, with the values that are kept for it, as bytes."""
         if FORWARD not in self._manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no gradients")
         results = [*self._results(x), jax.ShapeDtypeStruct((kept_layout(self._manifest, *x.shape[:2])[1],), jnp.uint8)]
         y, *after, kept = _call(results)(x, *masks, *states, *weights, entry=_FORWARD, **self._attributes)
         return (y, tuple(after)), (x, masks, states, weights, y, kept)
 
-    def backward(self, known: tuple[Any, ...], gradients: tuple[jax.Array, Arrays]) -> tuple[Any, ...]:
+    def _backward(self, known: tuple[Any, ...], gradients: tuple[jax.Array, Arrays]) -> tuple[Any, ...]:
         """The gradients of x, of masks, which have none, of the first states, and of weights, of their types."""
         (x, masks, states, weights, y, kept), (dy, dafter) = known, gradients
         sums = [jnp.zeros(w.shape, self._sums) for w in weights]  # what gradients are added to: results in their memory

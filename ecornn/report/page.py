@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from ecornn import svg
@@ -125,6 +126,24 @@ def rooflines(best: list[Layer]) -> list[tuple[str, str]]:
     return pictures
 
 
+def bottom_line(runs: list[SearchRun], results: Measured = NOTHING) -> str:
+    """The gain of all searches against the untuned defaults, and of their best against other libraries' fastest; for
+    several searches geometric means. Searches that were stopped, or lack a time, do not count."""
+    gains = [1.0 if run.finish.best == run.finish.default else gain.ratio if (gain := gain_of(run)) else None
+             for run in runs if run.finish is not None]
+    others = [min(peers.values()) / run.best.times.median for run in runs
+              if run.best is not None and run.best.times and (peers := results.peers(run.best))]
+    known = {"the untuned default": [one for one in gains if one is not None], "the fastest other library": others}
+    return " and ".join(f"{_ratio(ratios)} as fast as {what}" for what, ratios in known.items() if ratios)
+
+
+def _ratio(ratios: list[float]) -> str:
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f} times"
+    least, most = min(ratios), max(ratios)
+    return f"{geometric_mean(ratios):.2f} times (geometric mean of {len(ratios)}, {least:.2f} to {most:.2f})"
+
+
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,
            told: Callable[[str], None] = lambda text: None) -> str:
     """One HTML page, with no script and nothing that is loaded. ``most``: searches with a section, the latest; all
@@ -147,6 +166,7 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
     told("pictures of all layers")
     return template.render(title=title, version=version("ecornn"), sections=sections,
                            searches=len(runs), trials=sum(len(r.search) for r in runs), layers=best[:LAYERS],
+                           bottom_line=bottom_line(runs, results),
                            more_layers=max(0, len(best) - LAYERS), plots=plots(best, results), roofs=rooflines(best),
                            problems=log.problems, results=results.files, names=NAMES, few=FEW)
 

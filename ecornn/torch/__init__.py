@@ -31,7 +31,6 @@ where there is little to do. Calls at the same time share the cores."""
 
 from __future__ import annotations
 
-from ecornn.boundary import public
 from ecornn.errors import missing
 
 try:
@@ -44,10 +43,8 @@ from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Profile, Report, prepare, profile, rebind, replace, restore
-from ecornn.torch.traced import cell as traced_cell
+from ecornn.torch.traced import cell
 from ecornn.torch.traced_step import TracedCell
-
-cell = public(traced_cell)
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "Profile", "RNNCell", "Recurrent", "Report", "TracedCell",
            "cell", "prepare", "profile", "rebind", "replace", "restore", "save_modules"]

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_leaves
 
+from ecornn.boundary import public
 from ecornn.cells.base import parameters_of
 from ecornn.errors import ArgumentError, CellError
 from ecornn.torch.traced_graph import Learned, Sizes, Traced, carried_out, operator_name, place_of, pointed, reached
@@ -29,6 +30,7 @@ LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; constants of a 
 Array = NDArray[Any]
 
 
+@public
 def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = None,
          states: Sequence[str] | None = None, name: str | None = None) -> TracedCell:
     """A step that is written in PyTorch, as an :class:`ecornn.Cell`.

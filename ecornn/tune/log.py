@@ -402,5 +402,5 @@ def gain_of(run: Journal) -> Gain | None:
 def words(gain: Gain, default_us: float) -> str:
     if gain.settled:
         return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
-    said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; times did not settle"
+    said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; the timings were noisy"
     return said if gain.low > 1 else f"{said}, and it may be no faster"

@@ -54,7 +54,7 @@ class Result:
     resumed : number of trials that the log already had
     fresh : number of trials made now; 0 where the run was finished before
     failures : reason, in its first 60 characters -> number of trials that failed for it
-    noisy : number of times that did not settle, those of the final comparison among them
+    noisy : number of timings that were noisy, those of the final comparison among them
     gain : how much faster than the default the best is, and how surely; None without times of both
     curve : number, µs a step and the best until then of each trial that ran
     backward : the result for the recurrence of the adjoint, where that was tuned, too"""

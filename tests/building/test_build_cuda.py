@@ -232,11 +232,11 @@ def test_driver_errors_name_the_call(built: tuple[Path, Generated], fake: Path, 
 def test_wrong_arguments_are_refused(built: tuple[Path, Generated], fake: Path):
     messages = {
         "m['run'](1, 1, 0, 0)": "TypeError run(T, B, device, queue, *pointers) takes 12 arguments, not 4",
-        "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run", run(0): "ValueError T=0 is not allowed",
-        run(1 << 31): "ValueError T=2147483648 is not allowed",
-        "m['run'](1, 0, 0, 7, *range(8))": "ValueError B=0 is not allowed",
-        run(1, device=64): "ValueError device=64 is not allowed",
-        run(1, device=-1): "ValueError device=-1 is not allowed",
+        "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run", run(0): "ValueError T=0:",
+        run(1 << 31): "ValueError T=2147483648:",
+        "m['run'](1, 0, 0, 7, *range(8))": "ValueError B=0:",
+        run(1, device=64): "ValueError device=64:",
+        run(1, device=-1): "ValueError device=-1:",
         "m['free'](0)": "TypeError free(device, pointer) takes 2 arguments, not 1"}
     done = child("".join(map(raised, messages)), built[0], fake)
     for line, message in zip(done.stdout.splitlines(), messages.values(), strict=True):
@@ -250,7 +250,7 @@ def test_the_gpu_is_described_by_its_driver(built: tuple[Path, Generated], fake:
                  "d.memory >> 30, detect(2), detect(-1))", built[0], fake)
     assert done.stdout.strip() == "sm_90a Fake GPU 1016 1097 1082 1038 80 None None"
     done = child(code + raised("detect()"), built[0], fake, FAKE_MAJOR="7")
-    assert done.stdout.startswith("DeviceError device='Fake GPU' is not allowed; expected compute")
+    assert done.stdout.startswith("DeviceError device='Fake GPU': expected compute")
     assert child(code + "print(detect())", built[0], fake, FAKE_FAIL="cuInit:100").stdout == "None\n"
 
 

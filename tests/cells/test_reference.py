@@ -225,6 +225,6 @@ def test_errors_name_what_is_wrong_with_a_users_cell():
         ecornn.reference(cell, x, {"bias" if n == "b_l0" else n: w for n, w in weights.items()})
     refused(ShapeError, r"b_l0.shape=\(4,\).*\(8,\)", ecornn.reference, cell, x, weights | {"b_l0": np.zeros(H)})
     refused(ShapeError, r"len\(state\)=2.*1 for 'gated'", ecornn.reference, cell, x, weights, [np.zeros((B, H))] * 2)
-    refused(ArgumentError, r"cell=3 is not allowed; expected an ecornn\.Cell", ecornn.reference, 3, x, weights)
+    refused(ArgumentError, r"cell=3: expected an ecornn\.Cell", ecornn.reference, 3, x, weights)
     with pytest.raises(CellError, match="the sum 'part', which has a condition"):
         ecornn.reference(step_cells.Given(partly), x, {})

@@ -227,4 +227,4 @@ def test_a_ratio_of_times_that_did_not_settle_is_a_range():
         return Row(case=Case(cell="lstm", hidden=8), command="", us_per_step=times, ratios={"torch": 3.0})
     assert compared(row(3e-3, 3e-3, 3.1e-3), "torch") == "3.00 times as long as ecornn"
     said = compared(row(*[2e-3] * 4, *[9e-3] * 4), "torch")
-    assert said == "2.00 to 9.00 times as long as ecornn; times did not settle"
+    assert said == "2.00 to 9.00 times as long as ecornn; the timings were noisy"

@@ -99,7 +99,7 @@ def test_tests_can_take_this_cpu_for_another():
 
 
 def test_names_that_llvm_does_not_know():
-    with pytest.raises(DeviceError, match=r"target='pdp11' is not allowed.*neoverse-v1"):
+    with pytest.raises(DeviceError, match=r"target='pdp11':.*neoverse-v1"):
         resolve("pdp11")
     arguments = ["compile", "--cell", "gru", "--hidden", "8", "--target", "cpu", "--emit", "object"]
     result = CliRunner().invoke(main, arguments)

@@ -28,6 +28,7 @@ def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
     ecornn.compile("gru", hidden=20, input=12, batch=3, seq=7, target="cpu", out=tmp_path / "gru.so")
     text = run("00_first_run.py", "gru.so", cwd=tmp_path)
     assert float(re.search(r"against float64: (\S+),", text)[1]) <= 1e-5 and "us a step" in text
+    assert re.search(r"your GRU of 20 units is \S+ times as fast, and a GRU of 64 units .* \S+ times\.", text)
     (tmp_path / "sitecustomize.py").write_text("import ecornn.numpy_reference as n\n"
                                                "n.STEPS['gru'] = (3, 1, n._gru_reset_before)\n")
     assert "wrong" in run("00_first_run.py", "gru.so", cwd=tmp_path, code=1, PYTHONPATH=str(tmp_path))

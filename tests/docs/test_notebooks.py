@@ -109,7 +109,7 @@ def test_a_class_of_a_notebook_and_its_errors(alone: Path):
                         "CellError: cell 'leaky': step() failed: KeyError: 'Q'"]
     assert re.fullmatch(r"  In\[1\], line 16: wx, rh = product\(.*", cell[3]) and len(cell) == 4
     assert argument == ["In[5], line 1: ecornn.compile('lstm', hidden=0)",
-                        "ArgumentError: hidden=0 is not allowed; expected an integer from 1 to 1048576"]
+                        "ArgumentError: hidden=0: expected an integer from 1 to 1048576"]
 
 
 HOSTILE = "<script>alert('&')</script>"

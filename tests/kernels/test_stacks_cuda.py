@@ -261,7 +261,7 @@ def test_what_is_asked_for():
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"overlap": "both"}, "overlap='both' is not allowed; expected one of auto, none, directions, wavefront"),
+    ({"overlap": "both"}, "overlap='both': expected one of auto, none, directions, wavefront"),
     ({"overlap": "wavefront"}, "with layers=1"),
     ({"overlap": "wavefront", "layers": 2, "bidirectional": True}, "none or directions with bidirectional=True"),
     ({"overlap": "wavefront", "layers": 2, "reverse": True}, "reverse=True"),

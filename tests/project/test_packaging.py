@@ -27,6 +27,15 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return result.stdout
 
 
+def test_every_extra_is_explained_and_all_has_those_of_users():
+    text = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
+    table = (ROOT / "docs/GETTING_STARTED.md").read_text().split("| extra | for |")[1].split("\n\n")[0]
+    assert extras == {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    (everything,) = re.findall(r'^all = \["ecornn\[(.+)\]"\]', text, re.MULTILINE)
+    assert extras - {*everything.split(",")} == {"all", "bench", "examples", "docs", "test", "packages", "lint"}
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")

@@ -117,6 +117,24 @@ def test_a_search_is_told_as_it_went():
         (0, 4.0, 4.0, False), (1, 2.0, 2.5, True)]
 
 
+def test_the_bottom_line_is_the_gain_of_all_searches(tmp_path: Path):
+    def run(name: str, default: float, best: float, finished: bool = True) -> list[Trial | Finish]:
+        trials = [trial(n, us, stage=stage, config={"a": n}, run=name) for stage in ("search", "final")
+                  for n, us in enumerate((default, best))]
+        end = Finish(run=name, reason="time", trials=2, seconds=1.0, best=Choice("no_more", {"a": int(best < default)}),
+                     best_us=min(best, default), default=Choice("no_more", {"a": 0}), default_us=default)
+        return [*trials, *[end] * finished]
+
+    one = searches(logged(*run("ab-1", 4.0, 2.0)))
+    assert page.bottom_line(one) == "2.00 times as fast as the untuned default"
+    peers = measured(written(tmp_path, row(trial().workload, trial().device.name, torch=9.0, cudnn=6.0)))
+    assert page.bottom_line(one, peers).endswith("default and 3.00 times as fast as the fastest other library")
+    three = searches(logged(*run("ab-1", 4.0, 2.0), *run("ab-2", 4.0, 5.0), *run("ab-3", 9.0, 1.0, finished=False)))
+    assert page.bottom_line(three) == "1.41 times (geometric mean of 2, 1.00 to 2.00) as fast as the untuned default"
+    assert "What was found is 2.00 times" in page.render(logged(*run("ab-1", 4.0, 2.0)))
+    assert "What was found" not in page.render(logged(trial(0, 4.0)))
+
+
 def test_a_run_whose_best_trial_is_gone_shows_the_fastest_that_is_left():
     """As in a log that was pruned, or merged from parts."""
     gone = Finish(run="ab-1", reason="trials", trials=9, seconds=2.0, best=Choice("no_more", {"a": 7}), best_us=1.5,

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_named(words: tuple[str, ...], message: str, tmp_pa
 def test_sizes_must_agree_with_the_file(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     save(file, random_weights("gru", I, H))
-    refused(f"--hidden=7 is not allowed; expected {H}", "--cell", "gru", "--weights-from", file, "--hidden", 7,
+    refused(f"--hidden=7: expected {H}", "--cell", "gru", "--weights-from", file, "--hidden", 7,
             "-o", "a.so")
     other = tmp_path / "model.txt"
     other.write_text("")
@@ -112,7 +112,7 @@ def test_a_package_that_is_missing_is_named_before_anything_is_built(package, tm
 def test_weights_of_another_cell_are_refused(tmp_path: Path):
     file, out = tmp_path / "gru.safetensors", tmp_path / "lstm.so"
     save(file, random_weights("gru", I, H))
-    refused(f"weights['weight_ih_l0'].shape=({3 * H}, {I}) is not allowed; expected ({4 * H}, {I})", "--cell", "lstm",
+    refused(f"weights['weight_ih_l0'].shape=({3 * H}, {I}): expected ({4 * H}, {I})", "--cell", "lstm",
             "--weights-from", file, "--target", "cpu", "-o", out)
     refused("there is no weight_ln_ih_l0", "--cell", "gru(layer_norm)", "--weights-from", file, "--target", "cpu",
             "-o", out)
@@ -122,12 +122,12 @@ def test_weights_of_another_cell_are_refused(tmp_path: Path):
 def test_weights_of_a_model_have_no_prefix_and_replace_no_file_that_ecornn_did_not_write(tmp_path: Path):
     model, file = tmp_path / "model.onnx", tmp_path / "model.safetensors"
     model.write_bytes(b"no model")
-    refused("--prefix='encoder.' is not allowed; expected none without --weights-from", model, "--prefix", "encoder.",
+    refused("--prefix='encoder.': expected none without --weights-from", model, "--prefix", "encoder.",
             "-o", tmp_path / "a.so")
     safetensors.numpy.save_file(random_weights("gru", I, H), file)
     for other in (file.read_bytes(), b"something else"):
         file.write_bytes(other)
-        refused(f"weights='{file}' is not allowed; expected a name that is free", model, "-o", tmp_path / "model.so")
+        refused(f"weights='{file}': expected a name that is free", model, "-o", tmp_path / "model.so")
         assert file.read_bytes() == other and not (tmp_path / "model.so").exists()
     save(file, random_weights("gru", I, H))  # this one may be replaced: what is wrong now is the model, or no onnx here
     text = said(model, "-o", tmp_path / "model.so", code=2)

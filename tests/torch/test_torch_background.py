@@ -351,7 +351,7 @@ def test_inputs_that_do_not_fit_are_refused_as_ever(shape: tuple[int, ...], comp
 
 
 def test_an_argument_that_is_neither_is_refused():
-    with pytest.raises(ArgumentError, match="wait=1 is not allowed; expected True or False"):
+    with pytest.raises(ArgumentError, match="wait=1: expected True or False"):
         ecornn.torch.replace(torch.nn.GRU(6, 7), wait=1)  # type: ignore[arg-type]
     layer = torch.nn.GRU(6, 7)
     ecornn.torch.replace(layer, wait=True)

@@ -248,7 +248,7 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
             with contextlib.suppress(OSError):
                 STRANGE[kind](connection, here)
         threading.Thread(target=serve, daemon=True).start()
-        wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}' is not allowed"
+        wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}':"
         refused(DeviceError, wanted, here.describe, "cpu")
         if "server" not in kind:
             assert "the address of a running tracker" in run("serve", "--target", "cpu", "--tracker", here, code=2)
@@ -304,20 +304,20 @@ def test_other_machines_need_an_explicit_flag(tracker):
 def test_an_address_or_port_where_nothing_can_listen_is_named(tracker):
     serve = ("serve", "--tracker", tracker, "--target", "cpu", "--allow-remote")
     for host in ("192.0.2.1", "no.such.host.invalid"):  # RFC 5737 and 2606: nobody's
-        assert f"error: host='{host}' is not allowed" in run(*serve, "--host", host, code=2)
+        assert f"error: host='{host}':" in run(*serve, "--host", host, code=2)
     with contextlib.ExitStack() as stack:
         first = free_port() // 2
         for port in range(first, first + 100):
             taken = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 taken.bind(("127.0.0.1", port))
-        assert f"error: port={first} is not allowed" in run(*serve, "--port", first, code=2)
+        assert f"error: port={first}:" in run(*serve, "--port", first, code=2)
 
 
 def test_a_port_of_the_system_is_named(monkeypatch):
     # as TVM passes it on from the server's process
     monkeypatch.setattr("tvm.rpc.Server", Mock(side_effect=PermissionError("Traceback ...")))
-    with pytest.raises(ArgumentError, match=r"^port=80 is not allowed; expected .* one of 80 to 179 free"):
+    with pytest.raises(ArgumentError, match=r"^port=80: expected .* one of 80 to 179 free"):
         start("cpu", ("127.0.0.1", 9190), "k", port=80)
 
 
