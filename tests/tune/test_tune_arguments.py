@@ -225,7 +225,7 @@ def test_all_cores_of_a_cpu_measure_with_the_features_that_are_asked_for():
     assert matched(narrow, here) == narrow
     with pytest.raises(DeviceError, match=r"target\.cores=2: .*4, all cores"):
         matched(structs.replace(here, cores=2), here)
-    with pytest.raises(DeviceError, match=r"target\.features='avx512f' "):
+    with pytest.raises(DeviceError, match=r"target\.features='avx512f': "):
         matched(structs.replace(here, features=("avx", "avx512f")), here)
 
 

@@ -248,7 +248,7 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
             with contextlib.suppress(OSError):
                 STRANGE[kind](connection, here)
         threading.Thread(target=serve, daemon=True).start()
-        wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}':"
+        wanted = "^key='key': .*has said nothing for 1 s" if "server" in kind else f"^tracker='{here}':"
         refused(DeviceError, wanted, here.describe, "cpu")
         if "server" not in kind:
             assert "the address of a running tracker" in run("serve", "--target", "cpu", "--tracker", here, code=2)
