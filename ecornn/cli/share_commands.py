@@ -137,9 +137,11 @@ def pull(source: str, sha256: str | None, max_size: int, dry_run: bool, json: bo
     from ecornn.tune.sources import fetched
 
     with said_while(f"reading {source}") as told:
-        lines = fetched(source, max_size << 20, sha256, told).lines
+        theirs = fetched(source, max_size << 20, sha256, told)
+        for problem in theirs.problems:  # a newer ecornn's lines
+            click.echo(f"skipped {problem}", err=True)
         told("comparing records")
-        new, found = news(read_all(), lines, revisions())
+        new, found = news(read_all(), theirs.lines, revisions())
     written = {**take_in(new, dry_run), "dry_run": dry_run, "devices": found}
     if json:
         as_json(written)

@@ -1,4 +1,4 @@
-"""Where logs of others come from, and one's own go: a file, a folder, an HTTPS address, a Git repository."""
+"""Sources of logs, a file, a folder, an HTTPS address or a Git repository; and a branch of one, for one's own."""
 
 from __future__ import annotations
 

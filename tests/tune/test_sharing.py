@@ -400,6 +400,10 @@ def test_pull_from_an_address(server, folder, monkeypatch):  # noqa: F811
     url, digest = f"{server.url}/some/a.jsonl.xz?raw=1", hashlib.sha256(data).hexdigest()
     assert "--sha256=" in run("log", "pull", url, "--sha256", "0" * 64, code=2) and not folder.exists()
     assert "3 records added" in run("log", "pull", url, "--sha256", digest.upper())
+    newer = log_of(start("ef-1")) + b'{"kind":"trial","v":9}\n'
+    server.answer = sending(newer, len(newer))
+    said = run("log", "pull", f"{server.url}/b.jsonl")
+    assert "skipped b.jsonl:2: version 9" in said and "1 records added" in said
     server.answer = sending(bytes(2 << 20), 2 << 20)
     assert "more than 1 MiB" in run("log", "pull", url, "--max-size", "1", code=2)
     server.answer = sending(b"", 0, Location=f"http://{server.url[8:]}/a.jsonl")
