@@ -1,9 +1,10 @@
-"""Tuning on one machine for another: what a search found is exported, carried over, and used there.
+"""Tuning on one machine for another: what a search found is added to a repository of logs, checked, and used there.
 
     python examples/11_sharing_logs.py [--trials 4]
 
-Two folders play the two machines, each with its own `ECORNN_TUNING_LOGS`; what travels is one file of a few kilobytes
-that is parsed, never executed. Exits with 1 where the second machine does not compile what the first one found.
+Two folders play the two machines, each with its own `ECORNN_TUNING_LOGS`, and two the repository before and after; what
+travels is one file of a few kilobytes that is parsed, never executed. Exits with 1 where the second machine does not
+compile what the first one found.
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=4, help="of the search [4]")
     trials = str(parser.parse_args().trials)
     with tempfile.TemporaryDirectory() as folder:
-        first, second = Path(folder, "first"), Path(folder, "second")
-        for machine in (first, second):
-            machine.mkdir()
+        first, second, before, after = places = [Path(folder, name) for name in ("first", "second", "before", "after")]
+        for place in places:
+            place.mkdir()
         found = json.loads(ecornn(first, "tune", *LAYER, "--trials", trials, "--no-torch", "--json"))[0]["finish"]
-        print(ecornn(first, "log", "export", "--best", str(*(first / "logs").glob("*.jsonl")), "-o", "gru.jsonl.xz"))
-        carried = first / "gru.jsonl.xz"
-        carried.rename(second / carried.name)
-        print(f"{(second / carried.name).stat().st_size} bytes travel\n")
-        print(ecornn(second, "log", "import", carried.name))
+        print(ecornn(first, "log", "push", str(after)))
+        print(ecornn(first, "log", "check", str(after), "--base", str(before)))
+        print(ecornn(second, "log", "pull", str(after), "--dry-run"))
+        print(ecornn(second, "log", "pull", str(after)))
         print(ecornn(second, "compile", *LAYER, "-o", "gru.so"))
         there = json.loads(ecornn(second, "explain", *LAYER, "--json"))["parts"][0]
     record, best = there["record"], found["best"]

@@ -10,6 +10,7 @@ from ecornn.cli.common import Commands
 from ecornn.cli.compile_commands import compile, explain, onnx_rewrite
 from ecornn.cli.log_commands import log, report
 from ecornn.cli.machine_commands import config, doctor, serve
+from ecornn.cli.share_commands import check, export, import_files, pull, push
 from ecornn.cli.tune_command import tune
 
 __all__ = ["compile", "main", "tune"]
@@ -34,3 +35,5 @@ def main() -> None:
 
 for command in (tune, compile, explain, check_cell, bench, onnx_rewrite, report, log, serve, doctor, config):
     main.add_command(command)
+for command in (export, import_files, pull, push, check):
+    log.add_command(command)

@@ -1,12 +1,11 @@
-"""``ecornn log``: shows, shares and checks tuning logs; ``ecornn report``: a page of them. With ``--json`` results are
-objects on standard output; what was written, skipped or left out is said on standard error."""
+"""``ecornn log``: shows, joins, prunes and verifies tuning logs; ``ecornn report``: a page of them. With ``--json``
+results are objects on standard output; what was written, skipped or left out is said on standard error."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,8 @@ from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.tuning_logs import shipped_folder, user_folder
 
 if TYPE_CHECKING:
-    from ecornn.device import Device
     from ecornn.tune.log import Line, Log, TrialLine
-    from ecornn.tune.record import AnyRecord
+    from ecornn.tune.record import AnyRecord, Trial
     from ecornn.tune.selection import Check, Merged
 
 SHARING = """\b
@@ -33,6 +31,9 @@ Sharing:
   ecornn log export -o mine.jsonl         your own records
   ecornn log import theirs.jsonl          into your folder, for look-up
   ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
+With a repository of logs:
+  ecornn log pull https://example.org/team/logs.git
+  ecornn log push logs/ --branch mine     a commit in a clone of it
 """
 VERIFYING = """\b
 Examples:
@@ -40,7 +41,7 @@ Examples:
   ecornn log verify mine.jsonl --sample 30   more of a log of one's own
   ecornn log verify --target cpu --json
 """
-IMPORTED = "imported.jsonl"  # the records of others, in the user's folder
+ROWS = 16  # of the table of `ecornn log best`
 MAKE = "make some with: ecornn tune --cell lstm --hidden 800"
 NONE = f"no records; {MAKE}"
 
@@ -100,15 +101,33 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
 
 @log.command()
 @FILES
+@click.option("--all", "whole", is_flag=True, help="All of them, with configuration and place. So does --json.")
 @with_json
-def best(files: tuple[Path, ...], json: bool) -> None:
-    """Prints the fastest trial of each workload and device."""
+def best(files: tuple[Path, ...], whole: bool, json: bool) -> None:
+    """Prints the fastest trial of each workload and device: a table of the latest ones.
+
+    Without FILES your own records come before those that ship."""
     lines = fastest(collect(files, strict=True))
     if json:
         as_json([{"file": str(line.path), "line": line.number, "trial": line.record} for line in lines])
-        return
-    for line in lines:
-        click.echo(f"{text_of(line)}  ({line.place})")
+    elif whole:
+        for line in lines:
+            click.echo(f"{text_of(line)}  ({line.place})")
+    elif lines:
+        lines.sort(key=lambda line: (line.path.parent != shipped_folder(), line.record.time), reverse=True)
+        rows = [("layer", "device", "µs/step", "schedule"), *(row_of(line.record) for line in lines[:ROWS])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+        if len(lines) > ROWS:
+            click.echo(f"{len(lines) - ROWS} more: --all", err=True)
+    else:
+        click.echo(NONE, err=True)
+
+
+def row_of(trial: Trial) -> tuple[str, ...]:
+    assert trial.times is not None
+    return str(trial.workload), trial.device.name, f"{trial.times.median:.4g}", trial.schedule
 
 
 def fastest(content: Log) -> list[TrialLine]:
@@ -227,85 +246,6 @@ def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
     Equal records count once. Of records that contradict each other the one that promises less is
     kept; those, and damaged lines, are reported with file and line and kept out."""
     written = write(output, merged(collect(files, strict=True).lines))
-    if json:
-        as_json(written)
-
-
-EXPORTING = """\b
-Examples:
-  ecornn log export -o mine.jsonl                      all of your own records
-  ecornn log export -o h200.jsonl --device H200 --best
-  ecornn log export -o new.jsonl --since 2026-11-01 old.jsonl
-"""
-
-
-@log.command(epilog=EXPORTING)
-@FILES
-@NEW
-@click.option("--best", "only_best", is_flag=True,
-              help="Only the fastest trial of each workload and device: what an application ships.")
-@click.option("--device", metavar="TEXT", help="Only runs on a device whose name or architecture has this text.")
-@click.option("--since", metavar="YYYY-MM-DD", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%SZ"]),
-              help="Only runs that have gone on since then (UTC).")
-@with_json
-def export(files: tuple[Path, ...], output: Path, only_best: bool, device: str | None, since: datetime | None,
-           json: bool) -> None:
-    """Writes one log to share, without the lines that are damaged.
-
-    Without FILES: your own records, but neither those that ship nor those that you have imported."""
-    content = collect(files)
-    lines = content.lines if files else [line for line in content.lines if is_own(line.path)]
-    content = replace(content, lines=runs_of(lines, device, since))
-    if not content.lines:
-        there = sorted({f"{d.name} ({d.arch})" for d in devices(lines).values()})
-        raise RecordError("no records to export" + (f" of such runs; there are runs on {', '.join(there)}" if there else
-                                                    f"; {MAKE}"))
-    written = write(output, merged(fastest(content) if only_best else content.lines))
-    if json:
-        as_json(written)
-
-
-def is_own(path: Path) -> bool:
-    """Tells whether a log is of runs of this user."""
-    return path.parent == user_folder() and path.name != IMPORTED
-
-
-def devices(lines: Iterable[Line]) -> dict[tuple[Path, str], Device]:
-    """The device of each run, by file and run."""
-    return {(line.path, line.record.run): line.record.device for line in lines if hasattr(line.record, "device")}
-
-
-def runs_of(lines: list[Line], device: str | None, since: datetime | None) -> list[Line]:
-    """The lines of runs on such a device, with records of that time or later; None: of any."""
-    of, first = devices(lines), "" if since is None else since.strftime("%Y-%m-%dT%H:%M:%SZ")
-    late = {(line.path, line.record.run) for line in lines if line.record.time >= first}
-    fitting = {run for run, d in of.items() if (device or "").lower() in f"{d.name} {d.arch}".lower()}
-    return [line for line in lines if (line.path, line.record.run) in late & fitting]
-
-
-@log.command(name="import")
-@GIVEN
-@with_json
-def import_files(files: tuple[Path, ...], json: bool) -> None:
-    """Adds records to imported.jsonl in your folder, where look-up finds them.
-
-    Records that are there already are not added again."""
-    from ecornn.tune.log import rewrite
-    from ecornn.tune.selection import event
-
-    target, lines = user_folder() / IMPORTED, collect(files, strict=True).lines
-    written: dict[str, Any] = {"file": str(target)}
-
-    def union(there: Log) -> list[AnyRecord]:
-        tell(there)
-        joined = merged([*there.lines, *lines])
-        known = {event(line.record) for line in there.lines}
-        added = sum(event(line.record) not in known for line in joined.lines)
-        click.echo(f"{added} records added to {target}, {len(joined.lines)} in all", err=True)
-        written.update(added=added, records=len(joined.lines), kept_out=[*map(str, joined.conflicts)])
-        return joined.records
-
-    rewrite(target, union)
     if json:
         as_json(written)
 

@@ -192,12 +192,18 @@ def read(path: Path, hidden: int | None = None) -> Log:
     compressed. Raises :class:`RecordError` where the file cannot be read, or is or decompresses to more than 64 MiB."""
     try:
         with path.open("rb") as file:
-            data = unpacked(file.read(MAX_FILE + 1), path, MAX_FILE)
+            data = file.read(MAX_FILE + 1)
     except OSError as error:
         raise RecordError(f"cannot read the tuning log {path}: {error}") from error
-    if len(data) > MAX_FILE:
+    return decoded(data, path, hidden)
+
+
+def decoded(data: bytes, path: Path, hidden: int | None = None) -> Log:
+    """The log of a file's content; the name of ``path`` says how it is compressed. See :func:`read`."""
+    text = unpacked(data, path, MAX_FILE)
+    if len(text) > MAX_FILE:
         raise RecordError(f"{path} is larger than {MAX_FILE >> 20} MiB")
-    return parse(data, path, hidden)
+    return parse(text, path, hidden)
 
 
 def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
@@ -227,12 +233,16 @@ def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
     return log
 
 
+def slug(device: Device) -> str:
+    """The name of a device in names of files."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
+
+
 def log_path(workload: Workload, device: Device) -> Path:
     """The user's log for a workload: one file for each workload and device."""
-    device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
     size = f"h{workload.hidden}_i{workload.input}_b{workload.batch}_t{workload.seq}"
     parts = [workload.cell.replace("@", "-"), size, workload.dtype, workload.weights and f"w{workload.weights}",
-             workload.precision, "backward" * workload.backward, device_name]
+             workload.precision, "backward" * workload.backward, slug(device)]
     return user_folder() / f"{'_'.join(filter(None, parts))}.jsonl"
 
 

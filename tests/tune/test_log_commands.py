@@ -14,6 +14,7 @@ from test_cli import LAYER, folder, from_json, run  # noqa: F401  (a user's fold
 from test_records import DAY, H100, finish, start, trial
 
 from ecornn.cells import get
+from ecornn.cli.log_commands import ROWS
 from ecornn.schedules import all_schedules, revisions
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
@@ -121,13 +122,25 @@ def test_log_commands(log, folder, tmp_path):  # noqa: F811
     output = run("log", "ls")
     assert f"{path}: 0 runs (0 finished), 3 trials, 1 failed" in output
     assert f"skipped {path}:4: torn last line" in output
-    output = run("log", "best", path)
+    output = run("log", "best", path, "--all")
     assert "4 µs/step  persistent blocks=2  (mine.jsonl:3)" in output and "blocks=1" not in output
     run("log", "export", path, "-o", target)
     assert len(read(target).lines) == 3 and not read(target).problems
     run("log", "export", path, "-o", target, code=2)  # never overwrites
     run("log", "export", "--best", "-o", best)
     assert [line.record.config for line in read(best).lines] == [{"blocks": 2}]  # of one's own
+
+
+def test_the_best_are_a_short_table(folder, path):  # noqa: F811
+    of = [Workload("lstm", 8 * n, 8, 1, 9, "bfloat16") for n in range(1, ROWS + 3)]
+    append(path, *(structs.replace(timed(n, run=f"r-{n}", workload=work), time=f"2026-02-{n:02}T12:00:00Z")
+                   for n, work in enumerate(of, 1)))
+    head, *rows, rest = run("log", "best", path).splitlines()
+    assert head.split() == ["layer", "device", "µs/step", "schedule"] and rest == "2 more: --all"
+    assert [row.partition("  ")[0] for row in rows] == [str(work) for work in of[:1:-1]]  # the latest
+    assert len(run("log", "best", path, "--all").splitlines()) == len(from_json("log", "best", path)) == ROWS + 2
+    append(folder / "mine.jsonl", timed(4.0, run="old-1", workload=of[0]))
+    assert run("log", "best").splitlines()[1].endswith("4        persistent")  # one's own
 
 
 def test_what_is_exported_is_ones_own(folder, tmp_path):  # noqa: F811
@@ -186,7 +199,7 @@ def test_verify_measures_again_and_reports_drift(folder, tmp_path):  # noqa: F81
     assert "1 of 1 hold within 100000%" in output and "µs/step, " in output
     drifted = tmp_path / "drifted.jsonl"
     append(drifted, trial(), *(  # of a GPU
-        structs.replace(t, times=Times.of([t.times.median / 1000])) for t in read(path).trials() if t.times))
+        structs.replace(t, times=Times.of([t.times.median / 50])) for t in read(path).trials() if t.times))
     output = run("log", "verify", drifted, "--target", "cpu", code=1)
     assert "DRIFTED" in output and "1 left out, of another device" in output and "0 of 1 hold" in output
 

@@ -232,7 +232,7 @@ def test_all_cores_of_a_cpu_measure_with_the_features_that_are_asked_for():
 def test_without_a_gpu_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_gpu, "detect", lambda index=0: None)
     for target in ("cuda", "sm_90a"):
-        refused(DeviceError, f"target='{target}' .*no CUDA GPU.* behind a tracker", present, target)
+        refused(DeviceError, f"target='{target}': .*no CUDA GPU.* behind a tracker", present, target)
     assert present(None) == resolve("cpu")
 
 
