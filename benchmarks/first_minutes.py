@@ -54,6 +54,8 @@ class Step:
 
 
 FIRST = [
+    Step("Install it beside PyTorch:", "make setup 'EXTRA=[tune,torch]'"),
+    Step("The first program of the README, before and after:", ".venv/bin/python first.py"),
     Step("Search an LSTM of 800 units for a minute and a half, compile what was found, run it and check the result:",
          "make run"),
     Step("What there is here:", ".venv/bin/ecornn doctor"),
@@ -73,6 +75,8 @@ FIRST = [
 RUN = "python -m ecornn"
 IN_PLACE = [
     Step("What there is here:", f"{RUN} doctor"),
+    Step("The first program of the README on the GPU, before and after:",
+         """python -c 'import torch; torch.set_default_device("cuda"); exec(open("first.py").read())'"""),
     Step("Search an LSTM of 800 units for a minute:", f"{RUN} tune --cell lstm --hidden 800 --time-limit 60"),
     Step("Compile what was found:", f"{RUN} compile --cell lstm --hidden 800 -o lstm800.so"),
     Step("Run it and check the result:", 'python "$ECORNN"/examples/00_first_run.py lstm800.so'),
@@ -85,7 +89,7 @@ IN_PLACE = [
          f"{RUN} compile --cell leaky.py:Leaky --hidden 256 --batch 4 -o leaky.so"),
     Step("A mistake:", f"{RUN} compile --cell lstn --hidden 800 -o x.so", 2),
 ]
-CHECKED = "relative error of y"  # a line of examples/00_first_run.py
+FIRSTS = {"the first printed gain": "as fast", "the first checked result": "relative error of y"}  # and what says so
 
 
 @dataclass(frozen=True)
@@ -135,27 +139,31 @@ def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step
     within, home = folder, folder / "home"
     home.mkdir()
     environment = environment_of(home, in_place)
-    (folder / "leaky.py").write_text(CELL)
+    files = {"leaky.py": CELL, "first.py": (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]}
+    for name, text in files.items():
+        (folder / name).write_text(text)
     for step in steps:
         ran = carry_out(step.command, within, environment)
         print(f"{ran.seconds:6.1f} s, silent {ran.silence:4.1f} s after {ran.quiet[:40]!r}, code {ran.code}: "
               f"{step.command}", flush=True)
         if step.command == CLONE:
-            within = (folder / "leaky.py").rename(folder / "ecornn" / "leaky.py").parent
+            within = folder / "ecornn"
+            for name in files:
+                (folder / name).rename(within / name)
         yield step, Ran(*(v.replace(str(folder), "/tmp/first").replace(str(ROOT), "/tmp/ecornn")  # of no interest
                           if isinstance(v, str) else v for v in astuple(ran)))
 
 
 def page(title: str, in_place: bool, steps: list[tuple[Step, Ran]]) -> str:
     """The page of what was done on such a machine."""
-    until = next((n for n, (_, ran) in enumerate(steps, 1) if CHECKED in ran.output), 0)
-    seconds = sum(ran.seconds for _, ran in steps[:until])
+    takes = [f"to {what} it takes {sum(ran.seconds for _, ran in steps[:until]):.0f} s" for what, said in FIRSTS.items()
+             for until in [n for n, (_, ran) in enumerate(steps, 1) if said in ran.output][:1]]
     began = "From the clone" if not in_place else (
         "Installing is not among it: pip had nothing to install from on that machine, so that the clone itself is run, "
         "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
     text = [f"# The first ten minutes, {title}\n", "Made by `python benchmarks/first_minutes.py"
             + " --in-place" * in_place + "`: commands and what they print, unedited. "
-            f"{began} to the first checked result it takes {seconds:.0f} s.\n"]
+            f"{began} {', '.join(takes)}.\n"]
     for step, ran in steps:
         ended, shown = f", exit code {ran.code}" if step.code else "", f"$ {step.command}\n{ran.output}".rstrip()
         text += [f"{step.why}\n\n```text\n{shown}\n```\n",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from gains import OUT, gains
+from gains import BEGIN, END, OUT, PAGE, gains, tables
 
 import ecornn.torch
 from ecornn.torch import gains as table
@@ -12,6 +12,7 @@ from ecornn.torch import gains as table
 
 def test_the_table_is_that_of_the_results():
     assert json.loads(OUT.read_text()) == gains()
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0] == f"\n\n{tables()}\n"
     assert {row.which for row in table.rows()} == {*table.PASSES}
 
 
