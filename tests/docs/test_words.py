@@ -11,10 +11,10 @@ from rooms import ROOT
 MARKS = (r"\bnobody\b", r"\bis not allowed; expected\b", r"\bdid not settle\b", r"\bthat there (?:are|is)[.,:;)]",
          r"\b(?<!each )(?<!one )(?<!both )(?<!some )(?<!all )(?<!none )(?<!most )(?<!any )of which\b",
          r"(?<=[.|] )(?-i:Of) (?:an?|what|larger|somewhat)\b", r"[;:] of (?:one|several|two|both|larger ones) the\b",
-         r"\bthat [\w.]+ has not[.,;]", r"\b(?:says?|tells?) nothing(?! about)\b", r"\bsays? of (?:it|them)(?:sel\w+)?\b",
+         r"\bthat [\w.]+ has not[.,;]", r"\b(?:says?|tells?) nothing(?! about)\b",
          r"\bwhat (?:travels|takes the time)\b", r"\bstands? beside\b", r"\bheld against\b", r"\bmakes of an?\b",
          r"\bin turns\b", r"\banew\b", r"\bas ever\b", r"\bcommand goes on\b", r"\bso the row says\b",
-         r"\bleaves over\b")
+         r"\bleaves over\b", r"\bsays? of (?:it|them)(?:sel\w+)?\b")
 GENERATED = r"^<!-- ([\w-]+): (?:begin|written by [^>]+) -->$.*?^<!-- \1: end -->$"
 CODE = r"^```.*?^```|^ {4}[^\n]*$|`[^`\n]+`"
 WORDS = (ROOT / "benchmarks" / "notes" / "words.md").read_text()
