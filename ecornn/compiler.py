@@ -158,11 +158,12 @@ def build(planned: LayerPlan, out: Path) -> Generated:
     return build_module(*_complete(planned), out)
 
 
-def build_archive(planned: LayerPlan, out: Path) -> Path:
-    """Writes the static library ``out`` of a layer for CPUs and returns its header, see :mod:`ecornn.build.module`."""
+def build_archive(planned: LayerPlan, out: Path, weights: Mapping[str, Any] | None = None) -> Path:
+    """Writes the static library ``out`` of a layer for CPUs, its weights inside or not, and returns its header, see
+    :func:`ecornn.build.module.build_archive`."""
     from ecornn.build.module import build_archive
 
-    return build_archive(*_complete(planned), out)
+    return build_archive(*_complete(planned), out, weights)
 
 
 def generate(planned: LayerPlan) -> Generated:

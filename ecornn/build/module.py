@@ -9,12 +9,14 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from ecornn import temporary
 from ecornn.build import c_tables, cuda, llvm
@@ -22,7 +24,8 @@ from ecornn.build.commands import at_the_same_time
 from ecornn.build.generated import Generated, texts
 from ecornn.build.link import compile_ahead, find_compiler, identity, link, objects_of, run_tool, write_inputs
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, BuildError
+from ecornn.dtypes import DLPACK
+from ecornn.errors import ArgumentError, BuildError, WeightsError
 from ecornn.host_cpu import machine_of
 from ecornn.interrupts import safe_interrupts
 from ecornn.manifest import Manifest
@@ -71,11 +74,16 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
                    functions=c_tables.functions(program, device))
 
 
-
-def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
-    """Builds the static library ``out`` of a CPU's program and returns its header, beside it. Raises
-    :class:`~ecornn.errors.BuildError` where a tool fails or is missing, and as :func:`name_of`."""
-    generated, name = _complete(program, manifest), name_of(out)
+def build_archive(program: Program, manifest: Manifest, out: Path,
+                  weights: Mapping[str, np.ndarray[Any, Any]] | None = None) -> Path:
+    """Builds the static library ``out`` of a CPU's program, with its ``weights`` inside where they are given, and
+    returns its header, beside it. Raises :class:`~ecornn.errors.BuildError` where a tool fails or is missing,
+    :class:`~ecornn.errors.WeightsError` for weights that are not the layer's, and as :func:`name_of`."""
+    name = name_of(out)
+    content, bind = (b"", "") if weights is None else _embedded(name, manifest, weights)
+    generated = _complete(program, manifest)
+    if content:
+        generated = replace(generated, binaries={**generated.binaries, f"{name}_weights": content})
     header = out.with_name(f"{name}.h")
     compiler = find_compiler()
     if "clang" not in identity():  # GCC's variables of inline functions could not be made local
@@ -83,13 +91,14 @@ def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
     ar, objcopy = map(_tool, ("ar", "objcopy"))
     objects = objects_of(compiler, replace(generated, sources={**generated.sources, **texts("standalone.cc")}))
     text = Template(texts("static_layer.h")["static_layer.h"]).substitute(
-        name=name, upper=name.upper(), what=f"{manifest.workload}, {manifest.device.arch}")
+        name=name, upper=name.upper(), what=f"{manifest.workload}, {manifest.device.arch}", bind=bind)
     with temporary.folder() as folder:
         inputs = write_inputs(objects, generated.binaries, folder, generated.functions)
         # sections of templates would be taken for those of another library, whose symbols are as local as these
         run_tool([*compiler, "-r", "-nostdlib", "-Wl,--force-group-allocation", *inputs, "-o", "all.o"], folder)
         run_tool([objcopy, f"--redefine-sym=ecornn_module_api={name}_module_api",
-                  f"--keep-global-symbol={name}_module_api", "all.o", f"{name}.o"], folder)
+                  f"--keep-global-symbol={name}_module_api", f"--keep-global-symbol={name}_weights", "all.o",
+                  f"{name}.o"], folder)
         run_tool([ar, "rcsD", "made.a", f"{name}.o"], folder)
         (folder / "made.h").write_text(text)
         for name_here, path in (("made.a", out), ("made.h", header)):
@@ -99,6 +108,28 @@ def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
             except OSError as error:
                 raise BuildError(f"{path} cannot be written: {error}") from error
     return header
+
+
+def _embedded(name: str, manifest: Manifest, weights: Mapping[str, np.ndarray[Any, Any]]) -> tuple[bytes, str]:
+    """The weights, each at a multiple of 64 bytes, and the header's function that binds them."""
+    dtype, content, shapes, tensors, named = manifest.workload.dtype, bytearray(), list[str](), list[str](), list[str]()
+    code, bits = DLPACK[dtype]
+    for n, parameter in enumerate(manifest.parameters):
+        value = weights.get(parameter.name)
+        if value is None or value.shape != parameter.shape:
+            is_there = "is missing" if value is None else f"has shape {value.shape}"
+            raise WeightsError(f"{parameter.name} of the weights {is_there}; expected shape {parameter.shape}",
+                               [parameter.name])
+        shapes.append(f"{{{', '.join(map(str, value.shape))}}}")
+        tensors.append(f"{{(void*)({name}_weights.data + {len(content)}), {{kDLCPU, 0}}, {value.ndim}, "
+                       f"{{{code}, {bits}, 1}}, shapes[{n}], NULL, 0}}")
+        named.append(f'{{"{parameter.name}", &tensors[{n}]}}')
+        content += np.ascontiguousarray(value, dtype).tobytes()
+        content += bytes(-len(content) % 64)
+    text = Template(texts("static_weights.h")["static_weights.h"]).substitute(
+        name=name, count=len(named), shapes=", ".join(shapes), tensors=",\n      ".join(tensors),
+        named=",\n                                ".join(named))
+    return bytes(content), text
 
 
 def name_of(out: Path) -> str:

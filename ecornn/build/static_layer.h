@@ -18,7 +18,7 @@ static inline int32_t ${name}_open(ecornn_module* module, ecornn_error* error) {
                      : ecornn_refuse_(error, ECORNN_VERSION, "${name}", "has another version of the C interface");
 }
 
-#ifdef __cplusplus
+$bind#ifdef __cplusplus
 }
 #endif
 

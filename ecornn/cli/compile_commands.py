@@ -21,6 +21,8 @@ from ecornn.weight_files import check_place, check_shapes, read_layer, save, siz
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ecornn.explain import Explanation, Part
 
 WISHES = ("auto", "none", *OVERLAPS)
@@ -145,6 +147,7 @@ Examples:
   ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
   ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
   ecornn-compile --cell lstm --hidden 64 --target cpu --emit archive --emit-to lstm64.a      and lstm64.h
+  ecornn-compile --cell lstm --weights-from lstm64.safetensors --target cpu --emit archive --emit-to lstm64.a --embed
   ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
 EMIT = ("step", "cuda", "tir", "ptx", "asm", "object", "archive")
@@ -160,10 +163,12 @@ EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm"
               "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
               "needs --emit-to, and so does an archive, a static library for C and C++ with a header beside it.")
 @click.option("--emit-to", type=PATH, metavar="FILE", help="Write it to this file instead.")
+@click.option("--embed", is_flag=True, help="With --emit archive: weights of --weights-from or MODEL.onnx are in it.")
 @with_json
 @click.version_option(package_name="ecornn")
 @safe_interrupts(*ENDING)
-def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, json: bool) -> None:
+def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, embed: bool,
+            json: bool) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
@@ -179,6 +184,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
         raise ArgumentError("--emit-to", None, f"a file name: {FILES[emit]} is not text")
     if emit == "archive" and emit_to is not None:
         name_of(emit_to)
+    if embed and (emit != "archive" or not (asked.weights_from or asked.model)):
+        raise ArgumentError("--embed", True, "--emit archive, and --weights-from or MODEL.onnx beside it")
     if json and emit is not None and emit_to is None:
         raise ArgumentError("--json", True, "--emit-to beside --emit: both would go to standard output")
     check_files(asked.model, asked.weights_from, output, emit_to)
@@ -212,7 +219,9 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
         (code,) = generated.objects.values()
         emit_to.write_bytes(code)
     elif emit == "archive" and emit_to is not None:
-        click.echo(f"wrote {emit_to} and {build_archive(planned, emit_to)}", err=True)
+        weights = {name: host(value) for name, value in bound.items()} if embed else None
+        header = build_archive(planned, emit_to, weights)
+        click.echo(f"wrote {emit_to} and {header}", err=True)
     elif emit is not None:
         show(step_of(spec) if emit == "step" else generated.emitted[emit], emit_to)
     if json:
@@ -220,6 +229,13 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
                  "device": planned.device.name, "arch": planned.device.arch,
                  "chosen": [{"of": of, "schedule": text, "why": why} for of, text, why in planned.why()],
                  "written": [str(path) for path in (*written, emit_to) if path is not None]})
+
+
+def host(weight: Any) -> np.ndarray[Any, Any]:
+    """A weight of a file; one of torch, from a checkpoint or of a type that NumPy lacks, in float64."""
+    import numpy as np
+
+    return np.asarray(weight if isinstance(weight, np.ndarray) else weight.double())
 
 
 def show(text: str, file: Path | None) -> None:

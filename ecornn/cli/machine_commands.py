@@ -172,20 +172,25 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
 @click.command()
 @click.option("--cflags", is_flag=True, help="Flags of a compiler: where ecornn.h, ecornn.hpp and DLPack's header are.")
 @click.option("--libs", is_flag=True, help="Flags of a linker: libtvm_ffi, and where it is when the program runs.")
+@click.option("--folder", is_flag=True, help="The folder of the headers: CMake's ecornn_DIR, and for PKG_CONFIG_PATH.")
 @plain_errors
-def config(cflags: bool, libs: bool) -> None:
-    """Prints the flags with which C and C++ programs that open module files are compiled and linked.
+def config(cflags: bool, libs: bool, folder: bool) -> None:
+    """Prints the flags with which C and C++ programs that open module files are compiled and linked, or the
+    folder where CMake and pkg-config find them.
 
     \b
       cc main.c $(ecornn config --cflags --libs) -o main
+      cmake -B build -Decornn_DIR=$(ecornn config --folder)
+      PKG_CONFIG_PATH=$(ecornn config --folder) pkg-config --cflags --libs ecornn
     """
-    if not (cflags or libs):
-        raise click.UsageError("say --cflags, --libs or both")
+    if not (cflags or libs or folder):
+        raise click.UsageError("say --cflags, --libs or both, or --folder")
     from tvm_ffi import libinfo
 
-    flags = []
+    headers = Path(str(resources.files("ecornn"))) / "include"
+    flags = [str(headers)] if folder else []
     if cflags:
-        flags += [f"-I{resources.files('ecornn').joinpath('include')}", f"-I{libinfo.find_dlpack_include_path()}"]
+        flags += [f"-I{headers}", f"-I{libinfo.find_dlpack_include_path()}"]
     if libs:
         library = Path(libinfo.find_libtvm_ffi())
         # the module needs it, the program does not: the linker must keep it all the same

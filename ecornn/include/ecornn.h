@@ -42,7 +42,7 @@ typedef enum ecornn_status {
   ECORNN_NOT_FINITE = 7, /* an infinite weight, of a module whose products need finite ones */
   ECORNN_WORKSPACE = 8,  /* the caller's memory is too small or not aligned as it must be */
   ECORNN_UNSUPPORTED = 9, /* the module was compiled without it */
-  ECORNN_FILE = 10,      /* no module file, or a damaged one */
+  ECORNN_FILE = 10,      /* no module or weights file, or a damaged one */
   ECORNN_VERSION = 11,   /* of the ABI */
   ECORNN_MEMORY = 12,    /* there is not enough */
   ECORNN_FAILED = 13     /* of the CUDA driver, or a thread that cannot be started */

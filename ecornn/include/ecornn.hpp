@@ -47,9 +47,12 @@ class Tensor {
   Tensor(T* data, std::initializer_list<int64_t> shape, DLDevice device = {kDLCPU, 0})
       : Tensor(data, shape, detail::Type<std::remove_const_t<T>>::value, device) {}
   // Of a type that C++17 has no name for, such as {kDLBfloat, 16, 1}.
-  Tensor(const void* data, std::initializer_list<int64_t> shape, DLDataType type, DLDevice device = {kDLCPU, 0}) {
-    if (shape.size() > shape_.size()) throw std::invalid_argument("ecornn::Tensor: three axes at most");
-    for (int64_t size : shape) shape_[static_cast<size_t>(ndim_++)] = size;
+  Tensor(const void* data, std::initializer_list<int64_t> shape, DLDataType type, DLDevice device = {kDLCPU, 0})
+      : Tensor(data, shape.begin(), shape.size(), type, device) {}
+  Tensor(const void* data, const int64_t* shape, size_t ndim, DLDataType type, DLDevice device = {kDLCPU, 0}) {
+    if (ndim > shape_.size()) throw std::invalid_argument("ecornn::Tensor: three axes at most");
+    for (size_t n = 0; n < ndim; ++n) shape_[n] = shape[n];
+    ndim_ = static_cast<int32_t>(ndim);
     data_ = const_cast<void*>(data);
     type_ = type;
     device_ = device;
@@ -234,6 +237,15 @@ class Module {
     const detail::NamedTensors given(weights);
     ecornn_layer* layer = nullptr;
     detail::Throw(ecornn_bind(&module_, given.list.data(), given.count(), &options, &layer, &error), error);
+    return Layer(layer);
+  }
+  // Weights that are linked into the program with the layer, by the function NAME_bind of its header.
+  Layer bind(int32_t (*bound)(const ecornn_module*, const ecornn_bind_options*, ecornn_layer**, ecornn_error*),
+             int32_t threads = 1, int64_t reserve = 1) const {
+    ecornn_error error{};
+    const ecornn_bind_options options{sizeof options, 0, threads, reserve, nullptr};
+    ecornn_layer* layer = nullptr;
+    detail::Throw(bound(&module_, &options, &layer, &error), error);
     return Layer(layer);
   }
 

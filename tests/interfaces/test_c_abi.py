@@ -10,11 +10,16 @@ from pathlib import Path
 
 import c_abi_sample as sample
 import cuda_on_cpu
+import ml_dtypes
 import numpy as np
+import onnx
 import pytest
+import safetensors.numpy
+import torch
 from c_abi_sample import check_gradients, close, compiled, drawn, read, run, training_arrays, weights_of, write
 from click.testing import CliRunner
 from cuda_as_cpp import translate
+from onnxruntime_sample import model_of
 from refusals import refused
 
 import ecornn
@@ -64,8 +69,8 @@ def lstm(folder: Path, generated: Generated) -> Module:
 
 
 @pytest.fixture(scope="module")
-def large(folder: Path) -> Module:
-    return ecornn.compile("lstm", hidden=H, input=I, target="cpu", out=folder / "large.so")
+def documented(folder: Path) -> Module:
+    return ecornn.compile("lstm", hidden=64, input=8, batch=1, target="cpu", out=folder / "lstm64.so")
 
 
 @pytest.fixture(scope="module")
@@ -155,22 +160,44 @@ def test_under_sanitizers(folder, lstm, generated, monkeypatch, sanitizer):
     run(*before, program, here / "module.so", here, T, B)
 
 
-@pytest.mark.parametrize("language", ["c", "cpp"])
-def test_the_program_of_the_documentation(folder: Path, large: Module, language: str):
-    source = folder / f"documented.{ {'c': 'c', 'cpp': 'cc'}[language] }"
-    source.write_text(sample.documented(language))
-    said = run(compiled(source, folder / f"documented_{language}"), large.path)
-    if language == "c":
-        weights = {p.name: np.zeros(p.shape) for p in large.manifest.parameters}
-        for value in weights.values():
-            value.reshape(-1)[:len(value)] = 0.1
-        x = np.zeros((3, 1, large.manifest.workload.input))
-        x[:, 0, 0] = range(3)
-        wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
-        # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
-        np.testing.assert_allclose([float(v) for v in re.findall(r"= (\S+)", said)], wanted, atol=6e-7)
-    else:
-        assert said == "y[T-1][0] = 0\n"
+def test_the_program_of_the_documentation(folder: Path, documented: Module):
+    (folder / "documented.c").write_text(sample.documented("c"))
+    said = run(compiled(folder / "documented.c", folder / "documented"), documented.path)
+    weights = {p.name: np.zeros(p.shape) for p in documented.manifest.parameters}
+    for value in weights.values():
+        value.reshape(-1)[:len(value)] = 0.1
+    x = np.zeros((3, 1, documented.manifest.workload.input))
+    x[:, 0, 0] = range(3)
+    wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
+    # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
+    np.testing.assert_allclose([float(v) for v in re.findall(r"= (\S+)", said)], wanted, atol=6e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_weights_of_a_file_in_cpp_and_in_python(folder: Path, documented: Module, dtype, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    weights = {name: value.astype(dtype) for name, value in weights_of(documented).items()}
+    safetensors.numpy.save_file(weights | {"other": np.zeros((2, 2, 2, 2))}, "lstm64.safetensors")
+    (folder / "documented.cc").write_text(sample.documented("cpp"))
+    program = compiled(folder / "documented.cc", folder / "documented_cpp")
+    exec(sample.documented("python"), {})
+    numbers = [float(said.removeprefix("y[T-1][0] = ")) for said in (run(program), capsys.readouterr().out)]
+    y, _ = ecornn.reference("lstm", np.ones((10, 1, 8)), {n: w.astype(np.float64) for n, w in weights.items()})
+    np.testing.assert_allclose(numbers, y[-1, 0, 0], rtol=1e-5)  # six digits are printed
+
+
+def test_weights_that_a_file_does_not_have(folder: Path, documented: Module):
+    (folder / "documented.cc").write_text(sample.documented("cpp"))
+    program, file = compiled(folder / "documented.cc", folder / "refusing"), folder / "wrong.safetensors"
+    whole = weights_of(documented)
+    for weights, code, words in ((None, 10, "cannot be read"), ({"other": whole["bias_ih_l0"]}, 6, "it has other"),
+                                 (whole | {"bias_hh_l0": np.zeros((1, 1, 1, 256))}, 2, "4 axes; expected 3 at most"),
+                                 (whole | {"bias_hh_l0": np.zeros(255)}, 2, "has shape (255); expected (256)"),
+                                 (whole | {"bias_hh_l0": np.zeros(256, np.int64)}, 3, "is of int64")):
+        if weights is not None:
+            safetensors.numpy.save_file(weights, file)
+        done = subprocess.run([program, documented.path, file], capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and done.stderr.startswith(f"{code}: ") and words in done.stderr, done.stderr
 
 
 def test_versions(folder: Path, lstm: Module, program: Path):
@@ -297,6 +324,68 @@ int main() {
 }''')
     errors = compiled(source, tmp_path / "errors", f"-I{Path(module.__file__).parent}", alone=True)
     assert run(errors).split("\n") == ["none", "T is 0", "none", "511", ""]
+
+
+OF_C = """#include "lstm12.h"
+int main(void) {
+  ecornn_error error = {0, ""};
+  ecornn_module module;
+  ecornn_layer* layer = NULL;
+  int32_t code = lstm12_open(&module, &error) || lstm12_bind(&module, NULL, &layer, &error);
+  printf("%d %s\\n", code, error.message);
+  ecornn_release(layer);
+  return code;
+}
+"""
+
+
+def library_with_weights(folder: Path, *given: str | Path) -> list[str | Path]:
+    """Makes lstm12.a; returns what is linked with it."""
+    said = CliRunner().invoke(main, ["compile", *map(str, given), "--batch", "1", "--target", "cpu", "--embed",
+                                     "--emit", "archive", "--emit-to", str(folder / "lstm12.a")])
+    assert said.exit_code == 0, said.output
+    return [folder / "lstm12.a", "-ldl", "-lstdc++", "-pthread"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_a_library_with_weights(kind: str, tmp_path: Path):
+    """Of float16 in a file of safetensors, and of bfloat16 in a checkpoint."""
+    lstm = torch.nn.LSTM(5, 12, dtype=torch.float16 if kind == "safetensors" else torch.bfloat16)
+    weights, file = {name: value.detach() for name, value in lstm.named_parameters()}, tmp_path / f"weights.{kind}"
+    if kind == "safetensors":
+        safetensors.numpy.save_file({f"encoder.{name}": value.numpy() for name, value in weights.items()}, file)
+    else:
+        torch.save({f"encoder.{name}": value for name, value in weights.items()}, file)
+    last = library_with_weights(tmp_path, "--cell", "lstm", "--weights-from", file, "--prefix", "encoder.")
+    (tmp_path / "main.cc").write_text(sample.documented("cpp", "lstm64_bind").replace("lstm64", "lstm12"))
+    number = run(compiled(tmp_path / "main.cc", tmp_path / "main", last=last, alone=True)).removeprefix("y[0] = ")
+    y, _ = ecornn.reference("lstm", np.ones((1, 1, 5)), {n: w.double().numpy() for n, w in weights.items()})
+    np.testing.assert_allclose(float(number), y[0, 0, 0], rtol=1e-5)
+
+
+def test_a_library_with_the_weights_of_a_node_in_c(tmp_path: Path):
+    onnx.save(model_of("LSTM"), tmp_path / "model.onnx")
+    last = library_with_weights(tmp_path, tmp_path / "model.onnx")
+    (tmp_path / "main.c").write_text(OF_C)
+    assert run(compiled(tmp_path / "main.c", tmp_path / "main", last=last, alone=True)) == "0 \n"
+
+
+def test_weights_that_cannot_be_in_a_library(tmp_path: Path):
+    whole, file = random_weights("lstm", 5, 12), tmp_path / "weights.safetensors"
+    stack = ["compile", "--cell", "lstm", "--weights-from", str(file), "--target", "cpu"]
+    archive = ["--emit", "archive", "--emit-to", str(tmp_path / "lstm12.a")]
+    second = {f"{name[:-1]}1": value for name, value in random_weights("lstm", 12, 12).items() if "bias" not in name}
+    for weights, words in ((whole | second, "bias_ih_l1 of the weights is missing; expected shape (48,)"),
+                           (whole | second | {"bias_ih_l1": whole["bias_ih_l0"][:3]}, "has shape (3,)")):
+        safetensors.numpy.save_file(weights, file)
+        said = CliRunner().invoke(main, [*stack, *archive, "--embed"])
+        assert said.exit_code != 0 and words in " ".join(said.output.split()), said.output
+    for more in (["--output", str(tmp_path / "lstm.so")], ["--emit", "step"]):
+        said = CliRunner().invoke(main, [*stack, *more, "--embed"])
+        assert said.exit_code != 0 and "--emit archive, and --weights-from or MODEL.onnx" in said.output
+    said = CliRunner().invoke(main, [*stack[:3], "--hidden", "8", *archive, "--embed"])
+    assert said.exit_code != 0 and "--emit archive, and --weights-from" in said.output
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_one_symbol_is_global(archives: Path):

@@ -1,6 +1,5 @@
 """The wheel, and the archive of sources that it is made from: all is inside, and works where the checkout is not."""
 
-import os
 import re
 import subprocess
 import sys
@@ -11,20 +10,11 @@ from pathlib import Path
 
 import pytest
 from rooms import ROOT
+from wheels import BESIDE, PLACES, environment, install, run
 
-# Where a file of the checkout lies in the wheel.
-PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
-BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
 QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/tune/test_records.py::test_what_ships_is_whole",
          "tests/tune/test_records.py::test_nothing_is_appended", "tests/cli/test_layer_spec.py"]
-RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".json", ".typed")
-
-
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    result = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
-    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
-    assert "`packages` configuration" not in result.stderr  # setuptools' forty lines for each folder not named there
-    return result.stdout
+RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".json", ".typed", ".cmake", ".pc")
 
 
 def test_every_extra_is_explained_and_all_has_those_of_users():
@@ -37,30 +27,13 @@ def test_every_extra_is_explained_and_all_has_those_of_users():
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
-                 ROOT / "setup.py", ROOT / "CITATION.cff",
-                 *(p for place in (*PLACES, *BESIDE) for p in (ROOT / place).rglob("*"))]:
-        if path.is_file() and "__pycache__" not in path.parts:
-            target = source / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
-    (built,) = out.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment") / "venv"
-    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     # A .pth file in site/ adds a folder behind site/, whose own .pth files (the checkout's editable
     # installation among them) are not read: ecornn is the wheel's, all else this environment's.
-    (site / "dependencies.pth").write_text("\n".join({*map(sysconfig.get_path, ("purelib", "platlib"))}) + "\n")
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--prefix", folder,
-        "--ignore-installed", wheel, cwd=folder)
+    others = "\n".join({*map(sysconfig.get_path, ("purelib", "platlib"))}) + "\n"
+    (environment(folder) / "dependencies.pth").write_text(others)
+    install(wheel, folder)
     return folder / "bin" / "python"
 
 
@@ -93,6 +66,9 @@ def test_every_file_says_the_same_version():
     (date,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = re.findall(r"^## \[(.+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert newest == (version, date)
+    for path, says in (("ecornn-config-version.cmake", f"set(PACKAGE_VERSION {version})\n"),
+                       ("ecornn.pc", f"Version: {version}\n")):
+        assert says in (ROOT / "ecornn" / "include" / path).read_text()
     pages = {path.name: set(re.findall(r"ecornn-(\d[\w.]*)-py3", path.read_text()))
              for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
     assert {page for page, named in pages.items() if named} >= {"GETTING_STARTED.md", "deploying.md"}
