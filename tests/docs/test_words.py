@@ -9,7 +9,7 @@ from rooms import ROOT
 
 # Phrases of the old style, which plain sentences do not need. benchmarks/notes/words.md has an example of each.
 MARKS = (r"\bnobody\b", r"\bis not allowed; expected\b", r"\bdid not settle\b", r"\bthat there (?:are|is)[.,:;)]",
-         r"\b(?<!each )(?<!one )(?<!both )(?<!some )(?<!all )(?<!none )(?<!most )(?<!any )of which\b",
+         r"\b(?<!each )(?<!one )(?<!both )(?<!some )(?<!all )(?<!none )(?<!most )(?<!any )(?<!\d, )of which\b",
          r"(?<=[.|] )(?-i:Of) (?:an?|what|larger|somewhat)\b", r"[;:] of (?:one|several|two|both|larger ones) the\b",
          r"\bthat [\w.]+ has not[.,;]", r"\b(?:says?|tells?) nothing(?! about)\b",
          r"\bwhat (?:travels|takes the time)\b", r"\bstands? beside\b", r"\bheld against\b", r"\bmakes of an?\b",
