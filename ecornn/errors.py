@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from itertools import takewhile
 
 
 class EcornnError(Exception):
     """Base class of the errors that ecornn raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows in place of a traceback: the caller's, and the message."""
+        if os.environ.get("ECORNN_TRACEBACK") == "1" or isinstance(self, InternalError):
+            return traceback.format_exception(self)
+        frames = [(str(f.f_globals.get("__name__")).partition(".")[0], f.f_code.co_filename, line)
+                  for f, line in traceback.walk_tb(self.__traceback__)]
+        callers = [frame[1:] for frame in takewhile(lambda frame: frame[0] != "ecornn", frames)
+                   if frame[0] not in ("IPython", "torch")]
+        return [*(source_line(*caller) for caller in callers), f"{type(self).__name__}: {self}"]
 
 
 class ArgumentError(EcornnError, ValueError):
@@ -122,6 +137,15 @@ class InternalError(EcornnError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[InternalError], tuple[str, str, str]]:
         return type(self), (self.what, self.layer, self.versions)
+
+
+def source_line(file: str, line: int) -> str:
+    """A place in source code as text, ``FILE:LINE: its text``; in a notebook's cell ``In[3], line 5: its text``."""
+    ipython = sys.modules.get("IPython")
+    compiler = getattr(ipython.get_ipython(), "compile", None) if ipython is not None else None
+    cell = getattr(compiler, "format_code_name", lambda _: None)(file)
+    text = linecache.getline(file, line).strip()
+    return (f"{cell[1]}, line {line}" if cell else f"{file}:{line}") + (f": {text}" if text else "")
 
 
 def missing(error: ModuleNotFoundError, by: str, package: str) -> ImportError:

@@ -13,6 +13,8 @@ from ecornn.analysis.narrow import narrow_terms
 from ecornn.boundary import public
 from ecornn.dtypes import ITEMSIZE
 from ecornn.floor import Step, floor_of, measured
+from ecornn.notebook import table
+from ecornn.schedules import config_text
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
 from ecornn.workload import SERIAL
@@ -93,6 +95,20 @@ class Part(msgspec.Struct, frozen=True):
     stages_us: dict[str, float]  # the parts of the estimate, but for work beside the recurrence
     held_bytes: dict[str, int]  # places of a block's recurrent weights while steps go by -> bytes
 
+    def _repr_html_(self) -> str:
+        def time(us: float | None) -> str:
+            return "" if us is None else f"{us:.4g} µs a step"
+
+        return table([
+            (" ".join([*self.labels, self.entry]), self.workload),
+            *((one.schedule, f"no: {one.refuses}" if one.refuses else time(one.expected_us) or "serves")
+              for one in self.schedules),
+            ("chosen", f"{self.schedule} {config_text(self.config)}"), ("why", self.why),
+            *((CHIP_WORDS.get(name, name), f"{value:,.0f}") for name, value in self.chip.items()),
+            ("by the record", time(self.record.us if self.record is not None else None)),
+            ("estimate", time(self.expected_us)),
+            ("floor", time(self.floor.total_us if self.floor is not None else None))])
+
 
 class Explanation(msgspec.Struct, frozen=True):
     layer: str
@@ -103,6 +119,11 @@ class Explanation(msgspec.Struct, frozen=True):
     cores: int
     parts: list[Part]
     no_floor: str | None  # why no part has a floor
+
+    def _repr_html_(self) -> str:
+        of = ", ".join(filter(None, (self.layer, self.stack, self.overlap)))
+        return table([("layer", of), ("device", f"{self.device} ({self.arch}), {self.cores} cores")]) + "".join(
+            part._repr_html_() for part in self.parts)
 
 
 # Features of schedules that say what a configuration takes on the chip -> their names in a Part; and these in words

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ecornn.errors import CellError
+from ecornn.errors import CellError, source_line
 
 if TYPE_CHECKING:
     from tvm.te import Operation, Tensor
@@ -205,5 +205,4 @@ class Lines:
 
 def pointed(error: CellError, file: str, line: int) -> CellError:
     """The error with a place, its source line below."""
-    text = linecache.getline(file, line).strip()
-    return CellError(f"{error}\n  {file}:{line}" + (f": {text}" if text else ""), (file, line))
+    return CellError(f"{error}\n  {source_line(file, line)}", (file, line))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ecornn.errors import CellError, WeightsError
+from ecornn.errors import CellError, WeightsError, source_line
 
 if TYPE_CHECKING:
     from numpy.random import Generator
@@ -237,7 +237,7 @@ def _failed(cell: Cell, function: Any, words: str) -> CellError:
     """An error with the line at which this function of the cell begins."""
     code = function.__code__
     at = code.co_filename, code.co_firstlineno
-    return CellError(f"cell {cell.name!r}: {words}\n  {at[0]}:{at[1]}", at)
+    return CellError(f"cell {cell.name!r}: {words}\n  {source_line(*at)}", at)
 
 
 def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = None, name: str = "",

@@ -1,18 +1,21 @@
-"""Naming a cell so that another process can load it: ``lstm``, ``file.py:Name``, ``module:Name``."""
+"""Naming a cell so that another process can load it: ``lstm``, ``file.py:Name``, ``module:Name``; or it is sent."""
 
 from __future__ import annotations
 
+import base64
 import importlib
 import importlib.util
 import inspect
+import pickle
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from ecornn.cells import BUILTIN, Cell, get
-from ecornn.errors import ArgumentError, CellError, ScheduleError
+from ecornn.errors import ArgumentError, CellError, MissingPackageError, ScheduleError
 
+PICKLED = "pickle:"  # begins the spec of a cell that is sent whole
 _here = threading.local()  # whether this thread imports a user's file
 
 ALLOWED = (f"one of {', '.join(BUILTIN)}, one of these with options, such as 'lstm(peepholes)', or FILE.py:NAME "
@@ -72,16 +75,39 @@ def importing() -> bool:
 
 
 def spec_of(cell: Cell) -> str:
-    """The name under which :func:`load_cell` finds an equal cell; :class:`CellError` if only this process has it."""
+    """The text by which :func:`received` has an equal cell in another process: a name, or a pickle of a class of a
+    notebook or a function, which has none there."""
     kind = type(cell)
     if kind is type(BUILTIN.get(cell.name)):
         return cell.identity()
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    help_text = ("define its class at the top level of a file or module, constructible without "
-                 "arguments, so that the tuner's processes can import it")
     if "<locals>" in kind.__qualname__ or (kind.__module__ == "__main__" and not file.endswith(".py")):
-        raise CellError(f"cell {cell.name!r}: {help_text}")
+        return pickled(cell)
     spec = f"{Path(file).resolve() if file.endswith('.py') else kind.__module__}:{kind.__qualname__}"
     if load_cell(spec).identity() != cell.identity():
-        raise CellError(f"cell {cell.name!r}: {spec} makes another cell; {help_text}")
+        raise CellError(f"cell {cell.name!r}: {spec} makes another cell; its class must need no arguments, so that the "
+                        "tuner's processes can make it")
     return spec
+
+
+def pickled(cell: Cell) -> str:
+    """A cell as text, class and all. Raises :class:`CellError` where it holds what cannot be pickled."""
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(f"cell {cell.name!r} is of a class that only this process has. To tune it, install "
+                                  "cloudpickle, which the extra [tune] has, or define it in a file") from error
+    try:
+        return PICKLED + base64.b85encode(cloudpickle.dumps(cell)).decode()
+    except Exception as error:  # of whatever the class refers to
+        raise CellError(f"cell {cell.name!r} cannot be sent to the tuner's processes, {type(error).__name__}: {error}; "
+                        "define its class at the top level of a file or module") from error
+
+
+def received(spec: str) -> Cell:
+    """The cell of a text of :func:`spec_of` that the process sent which started this one. Nothing else may come here:
+    pickles run code, which :func:`load_cell` does not let a text contain."""
+    if not spec.startswith(PICKLED):
+        return load_cell(spec)
+    cell: Cell = pickle.loads(base64.b85decode(spec.removeprefix(PICKLED)))
+    return cell

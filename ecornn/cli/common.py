@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import textwrap
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +21,11 @@ import msgspec
 from ecornn.boundary import public
 from ecornn.dtypes import DTYPES
 from ecornn.errors import EcornnError, InternalError
+from ecornn.heartbeat import Heartbeat
 from ecornn.quick_tvm import import_tvm
 from ecornn.workload import BATCH, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
-EVERY = 5.0  # seconds of silence, at most, while something goes on
 STOPPED = 130  # as shells say of a program that SIGINT has ended
 SIZE = click.IntRange(min=1, max=1 << 20)
 PATH = click.Path(dir_okay=False, path_type=Path)
@@ -62,36 +61,6 @@ def plain_errors(function: F) -> F:
             raise SystemExit(STOPPED) from None
 
     return wrapper  # type: ignore[return-value]
-
-
-class Heartbeat:
-    """Calls ``beat`` in a thread when nobody, holding :attr:`lock`, has called :meth:`said` for ``EVERY`` seconds."""
-
-    def __init__(self, beat: Callable[[], None]) -> None:
-        self.beat, self.last, self.lock, self.ended = beat, time.monotonic(), threading.Lock(), threading.Event()
-        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def said(self) -> None:
-        self.last = time.monotonic()
-
-    def due(self) -> float:
-        """Seconds until the next beat, if nothing is said before; 0 where it is due."""
-        return max(0.0, self.last + EVERY - time.monotonic())
-
-    def __enter__(self) -> Heartbeat:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join()
-
-    def _run(self) -> None:
-        while not self.ended.wait(max(0.05, self.due())):
-            with self.lock:
-                if not self.due():
-                    self.said()
-                    self.beat()
 
 
 @contextlib.contextmanager

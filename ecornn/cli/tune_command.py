@@ -150,7 +150,8 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     rest."""
     from rich.console import Console
 
-    from ecornn.cli.progress import Meter, torch_us
+    from ecornn.cli.torch_time import torch_us
+    from ecornn.tune.meter import Meter
 
     progress = Console(stderr=True, soft_wrap=True, highlight=False)
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told

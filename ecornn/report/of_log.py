@@ -59,15 +59,6 @@ class SearchRun(Journal):
         """Reasons and how many trials failed for each, the most frequent first."""
         return Counter(first_line(t.error, 90) for t in self.search if t.error).most_common()
 
-    def curve(self) -> list[tuple[int, float, float]]:
-        """(number, µs a step, the best until then) of each trial that ran."""
-        points, best = [], float("inf")
-        for number, trial in enumerate(self.search, 1):
-            if trial.times is not None:
-                best = min(best, trial.times.median)
-                points.append((number, trial.times.median, best))
-        return points
-
 
 def searches(log: Log) -> list[SearchRun]:
     """The runs of a log that measured anything, the latest first."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from ecornn import svg
 from ecornn.device import Device
 from ecornn.errors import MissingPackageError
 from ecornn.explain import FloorTerms, summary
 from ecornn.floor import SLOWER, measured
-from ecornn.report import of_log, svg
+from ecornn.report import of_log
 from ecornn.report.measured import NOTHING, Measured
 from ecornn.report.of_log import Layer, SearchRun, effects, searches
 from ecornn.report.roles import picture

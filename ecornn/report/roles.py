@@ -13,7 +13,7 @@ from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ecornn.report import svg
+from ecornn import svg
 from ecornn.schedules.builder import NOTE
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ModuleError
 from ecornn.host_cpu import FLAGS, cpuinfo
 from ecornn.manifest import Manifest, decode
+from ecornn.notebook import table
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.library import Library, open_library
 from ecornn.runtime.turns import cores
@@ -63,6 +64,12 @@ class Module:
         m = self.manifest
         what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
         return f"<ecornn.Module {what} for {m.device.name} ({m.device.arch}), {m.provenance}>"
+
+    def _repr_html_(self) -> str:
+        m = self.manifest
+        return table([("module", m.workload.cell), ("sizes", str(m.workload).removeprefix(f"{m.workload.cell} ")),
+                      *([("stack", m.stack)] if str(m.stack) else []), ("device", f"{m.device.name} ({m.device.arch})"),
+                      ("schedule", m.schedule), ("chosen", m.provenance), ("file", self.path)])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle has the file's content: it may be read where the file is not."""

@@ -48,3 +48,7 @@ from ecornn.torch.traced_step import TracedCell
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "Profile", "RNNCell", "Recurrent", "Report", "TracedCell",
            "cell", "prepare", "profile", "rebind", "replace", "restore", "save_modules"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +23,11 @@ from ecornn.build import cache
 from ecornn.build.commands import WORK
 from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError, EcornnError, FallbackError
+from ecornn.heartbeat import going
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import get_ready, known
+from ecornn.notebook import table
 from ecornn.torch import compiling, engine, falling_back, gains
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell, is_left
 from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of
@@ -62,6 +63,10 @@ class Report:
                  for name in self.swapped]
         lines += [f"{name}: left alone, {why}" for name, why in self.kept.items()]
         return "\n".join(lines) or "no recurrent layers"
+
+    def _repr_html_(self) -> str:
+        return table([*((name, "compiled", self.expected.get(name, "")) for name in self.swapped),
+                      *((name, "left alone", why) for name, why in self.kept.items())], ("layer", "", ""))
 
 
 @public
@@ -172,7 +177,8 @@ def obstacle(module: torch.nn.Module) -> str | None:
 def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None, **named: Any) -> int:
     """Compiles the modules that the layers of ``model`` need for calls like ``model(*example, **named)``: of these
     shapes, data types and devices, with gradients if these would be asked for. The model may be a layer itself.
-    Progress is printed on stderr. Compiled modules stay in the build cache, for other processes, too.
+    Progress is printed on stderr every few seconds, or shown in one line of a notebook. Compiled modules stay in the
+    build cache, for other processes, too.
 
     The model is called once, with PyTorch's own layers; a :class:`Recurrent` compiles then. ``processes``: the number
     of processes that compile at the same time, by default that of PyTorch's threads. Returns the number of kinds of
@@ -237,11 +243,12 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
     compilers = compiling.Compilers(0 if alone else min(processes, len(wanted)))
     try:
         jobs = [None if alone or not apart(*asked) else compilers.submit(*asked) for asked in wanted]
-        for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
-            if job is not None:
-                job.wait(WORK)  # what it could not compile is compiled here, where its error is one
-            compiled(*asked)
-            print(f"ecornn: {number} of {len(wanted)} layers are compiled, {asked[0].workload}", file=sys.stderr)
+        with going(f"ecornn: none of {len(wanted)} layers is compiled yet") as told:
+            for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
+                if job is not None:
+                    job.wait(WORK)  # what it could not compile is compiled here, where its error is one
+                compiled(*asked)
+                told(f"ecornn: {number} of {len(wanted)} layers are compiled, {asked[0].workload}")
     finally:
         compilers.stop()
 
@@ -270,10 +277,17 @@ class Profile:
     layers: tuple[Gain, ...]
     model: Gain
 
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [("layer", "calls", "before", "after", "as fast"),
+                *((f"{one.name} {one.kind}".strip(), str(one.calls), f"{one.before * 1e3:.3g} ms",
+                   f"{one.after * 1e3:.3g} ms", f"{one.ratio:.2f}x") for one in (*self.layers, self.model))]
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        return table(rows, head)
+
     def __str__(self) -> str:
-        rows = [("layer", "calls", "before", "after", "as fast")]
-        rows += [(f"{one.name} {one.kind}".strip(), str(one.calls), f"{one.before * 1e3:.3g} ms",
-                  f"{one.after * 1e3:.3g} ms", f"{one.ratio:.2f}x") for one in (*self.layers, self.model)]
+        rows = self._rows()
         first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
         return "\n".join("  ".join((row[0].ljust(first), *map(str.rjust, row[1:], others))) for row in rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import logging
 import re
 import threading
@@ -21,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import Node
 
-from ecornn.errors import CellError
+from ecornn.errors import CellError, source_line
 
 OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<"  # not the user's files
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -386,9 +385,7 @@ def pointed(message: str, at: Node | Sequence[Place]) -> CellError:
     own = [place for place in at if not place[0].startswith(OTHERS)]
     if not own:
         return CellError(message)
-    file, line = own[-1]
-    text = linecache.getline(file, line).strip()
-    return CellError(f"{message}\n  {file}:{line}" + (f": {text}" if text else ""), own[-1])
+    return CellError(f"{message}\n  {source_line(*own[-1])}", own[-1])
 
 
 def place_of(definition: Callable[..., Any] | type) -> list[Place]:

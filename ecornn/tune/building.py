@@ -14,7 +14,7 @@ from ecornn import temporary
 from ecornn.build import cache as modules
 from ecornn.build import nvcc
 from ecornn.build.module import MANIFEST, build_module
-from ecornn.cells.naming import load_cell
+from ecornn.cells.naming import received
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.manifest import versions
@@ -26,7 +26,7 @@ from ecornn.workload import Workload
 
 
 class Build(msgspec.Struct, frozen=True):
-    """A candidate to build, and the path of its module file. ``cell`` is a spec for ``load_cell``."""
+    """A candidate to build, and the path of its module file. ``cell`` is a spec for ``received``."""
 
     cell: str
     workload: Workload
@@ -38,7 +38,7 @@ class Build(msgspec.Struct, frozen=True):
 
 @cache
 def task_of(cell: str, workload: Workload, device: Device) -> Task:
-    loaded = load_cell(cell)
+    loaded = received(cell)
     if loaded.identity() != workload.cell:
         raise ScheduleError(f"{cell} is {loaded.identity()}, not {workload.cell}")
     return make_task(loaded, workload, device)
@@ -67,7 +67,7 @@ def generate(request: Build) -> tuple[str, bytes]:
     task = task_of(request.cell, request.workload, request.device)
     schedule = all_schedules()[request.schedule]
     program = make_program(schedule, task, request.config)
-    manifest = make_manifest(load_cell(request.cell), task, schedule, request.config, program, "built while tuning")
+    manifest = make_manifest(received(request.cell), task, schedule, request.config, program, "built while tuning")
     with temporary.folder() as folder:
         out = folder / "module.so"
         generated = build_module(program, manifest, out)

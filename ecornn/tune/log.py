@@ -313,6 +313,15 @@ class Journal:
                 journal.take(record)
         return journal
 
+    def curve(self) -> list[tuple[int, float, float]]:
+        """(number, µs a step, the best until then) of each trial that ran."""
+        points, best = [], float("inf")
+        for number, trial in enumerate(self.search, 1):
+            if trial.times is not None:
+                best = min(best, trial.times.median)
+                points.append((number, trial.times.median, best))
+        return points
+
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keeps others, who would disturb times, from the run; :class:`~ecornn.errors.RecordError` where one has it."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ecornn.cells import Cell
 from ecornn.cells.base import learned_shapes, parameters_of
-from ecornn.errors import CellError
+from ecornn.errors import CellError, source_line
 from ecornn.interpreter import interpret
 from ecornn.numpy_reference import NORMALIZED, reference
 from ecornn.numpy_reference import STEPS as REFERENCES
@@ -68,8 +68,8 @@ def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Genera
     """The result of the cell's ``sample``; :class:`CellError` for anything but finite numbers of that shape."""
     def fault(words: str) -> CellError:
         code = type(cell).sample.__code__
-        return CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) {words}\n  {code.co_filename}:"
-                         f"{code.co_firstlineno}", (code.co_filename, code.co_firstlineno))
+        at = code.co_filename, code.co_firstlineno
+        return CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) {words}\n  {source_line(*at)}", at)
 
     try:
         values = np.asarray(cell.sample(name, shape, rng), np.float64)

@@ -215,7 +215,7 @@ class Scratch:
 
 
 class ProcessEvaluator:
-    """Evaluates the candidates of one task in the processes of a pool. ``cell``: a spec for ``load_cell``; ``answer``
+    """Evaluates the candidates of one task in the processes of a pool. ``cell``: a spec for ``received``; ``answer``
     writes the oracle's answers to a path, in a thread; ``limit``: seconds that a build, and a measurement, may take;
     ``seed``: of the timed inputs; ``earlier``: trials of this run, whose code is not measured again."""
 

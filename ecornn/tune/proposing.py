@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ecornn.cells import Cell
-from ecornn.cells.naming import load_cell
+from ecornn.cells.naming import received
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.quick_tvm import import_tvm
@@ -42,7 +42,7 @@ LIMIT = 300.0  # seconds
 class Question(msgspec.Struct, frozen=True):
     """A question about a layer on a device."""
 
-    cell: str  # a spec for ``load_cell``
+    cell: str  # a spec for ``received``
     workload: Workload
     device: Device
     schedule: str | None = None  # the only one
@@ -87,7 +87,7 @@ def write_answers(question: Question) -> bool:
     from ecornn.tune import adjoint_oracle  # with all that makes adjoints
 
     write = adjoint_oracle.write if question.workload.backward else oracle.write
-    write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
+    write(Path(question.out), received(question.cell), question.workload, question.seed)
     return True
 
 
@@ -97,7 +97,7 @@ def answers(pool: Pool, question: Question) -> Callable[[Path], bool]:
 
 def choose_defaults(question: Question) -> tuple[Candidate, ...]:
     """Answers :func:`defaults`, in a worker."""
-    task = make_task(load_cell(question.cell), question.workload, question.device)
+    task = make_task(received(question.cell), question.workload, question.device)
     return tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task, question.schedule))
 
 
@@ -216,7 +216,7 @@ def begin(origin: Origin) -> list[Candidate]:
     global _search
     asked = origin.asked
     space = space_of(asked, origin.defaults)
-    _search = new_search(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))
+    _search = new_search(received(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))
     return _search.first
 
 

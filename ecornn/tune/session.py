@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
+from ecornn.notebook import beside, in_notebook, table
 from ecornn.quick_tvm import require_tvm
-from ecornn.schedules import all_schedules
+from ecornn.schedules import all_schedules, config_text
 from ecornn.task import make_task
 from ecornn.tune import choose, proposing
 from ecornn.tune.choose import Environment, present
-from ecornn.tune.log import Gain, Journal, digest_of, gain_of, log_path
+from ecornn.tune.log import Gain, Journal, digest_of, gain_of, log_path, words
 from ecornn.tune.pool import Closed, Entries, Pool, ProcessEvaluator
 from ecornn.tune.record import Choice, Finish, first_line
 from ecornn.tune.remote import Tracker
@@ -55,6 +56,7 @@ class Result:
     failures : reason, in its first 60 characters -> number of trials that failed for it
     noisy : number of timings that were noisy, those of the final comparison among them
     gain : how much faster than the default the best is, and how surely; None without times of both
+    curve : number, µs a step and the best until then of each trial that ran
     backward : the result for the recurrence of the adjoint, where that was tuned, too"""
 
     workload: Workload
@@ -66,12 +68,28 @@ class Result:
     failures: dict[str, int]
     noisy: int = 0
     gain: Gain | None = None
+    curve: tuple[tuple[int, float, float], ...] = field(default=(), repr=False)
     backward: Result | None = None
 
     @property
     def best(self) -> Choice | None:
         """Schedule and knobs of the fastest, or None where every trial failed."""
         return self.finish.best
+
+    def _repr_html_(self) -> str:
+        from ecornn import svg
+
+        finish, rows = self.finish, [("layer", self.workload), ("device", f"{self.device.name} ({self.device.arch})")]
+        if finish.best is not None and finish.best_us is not None:
+            rows += [("best", f"{finish.best.schedule} {config_text(finish.best.config)}"),
+                     ("time", f"{finish.best_us:.4g} µs a step, {finish.best_us * self.workload.seq / 1e3:.4g} ms for "
+                              f"T={self.workload.seq}")]
+        if self.gain is not None and finish.default_us is not None and finish.best != finish.default:
+            rows.append(("gain", words(self.gain, finish.default_us)))
+        rows += [("trials", f"{finish.trials} in {finish.seconds:.0f} s"),
+                 *(("failed", f"{count}: {reason}") for reason, count in self.failures.items()), ("log", self.log)]
+        own = beside(table(rows), svg.curve(self.curve, finish.default_us) if self.curve else "")
+        return own + (self.backward._repr_html_() if self.backward is not None else "")
 
 
 class Session:
@@ -148,14 +166,23 @@ class Session:
              dtype: str | None = None, weights: str | None = None, precision: str | None = None,
              training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
              early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
-             only: Sequence[Choice] | None = None, report: Callable[[Progress], None] = lambda _: None,
+             only: Sequence[Choice] | None = None, report: Callable[[Progress], None] | None = None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         choices and no others."""
         layer = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                            precision=precision, training=training)
-        return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
-                               output=output, schedule=schedule, only=only, report=report, begin=begin)
+        options: dict[str, Any] = {} if report is None else {"report": report}
+        with contextlib.ExitStack() as stack:
+            if report is None and in_notebook():
+                from rich.console import Console
+
+                from ecornn.tune.meter import Meter
+
+                shown = stack.enter_context(stack.enter_context(Meter(Console())).layer("", training))
+                options = {"report": shown.report, "stage": shown.stage}
+            return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
+                                   output=output, schedule=schedule, only=only, begin=begin, **options)
 
     def layer(self, cell: str | Cell, *, dtype: str | None = None, precision: str | None = None,
               **properties: Any) -> LayerSpec:
@@ -222,7 +249,7 @@ class Session:
         assert run.finish is not None
         failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
         return Result(workload, self.device, run.finish, run.path, before, len(run.search) - before, dict(failures),
-                      sum(t.noisy for t in run.trials), gain_of(run))
+                      sum(t.noisy for t in run.trials), gain_of(run), tuple(run.curve()))
 
     def _search(self, cell: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
@@ -273,14 +300,14 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
          target: str | Device | None = None, trials: int | None = None, timeout: float = TIMEOUT,
          time_limit: float | None = None, seed: int = 0, resume: bool = True, early_stop: bool = True,
          output: Path | None = None, schedule: str | None = None, tracker: Tracker | None = None,
-         report: Callable[[Progress], None] = lambda _: None,
+         report: Callable[[Progress], None] | None = None,
          begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
          entries: Entries | None = None) -> Result:
     """Searches schedules and knobs for one layer; the records are used by ``ecornn.compile``.
 
     Parameters
     ----------
-    cell : a built-in cell's name, ``FILE.py:NAME``, or a Cell whose class a process can import
+    cell : a built-in cell's name, ``FILE.py:NAME``, or a Cell; one of a notebook is sent to the worker processes
     hidden, input, batch, seq : H, I (default: H), B and T
     dtype : default float32 on a CPU and bfloat16 on a GPU
     weights, precision : as for ``ecornn.compile``
@@ -295,7 +322,8 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
         confidence fewer than one in twenty further ones would be
     output : log file; default: one for this workload and device in the user's folder
     schedule : only this schedule
-    report, begin : called after each trial; and before the first, with what was resumed
+    report, begin : called after each trial; and before the first, with what was resumed. A notebook shows in one line
+        how the search goes, unless ``report`` does something else
 
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments, ``DeviceError`` without
     the device, ``ScheduleError`` where no schedule serves the workload, ``RecordError`` where the log cannot be read or

@@ -26,6 +26,7 @@ from rooms import ROOT
 from test_records import trial
 
 import ecornn
+from ecornn import heartbeat
 from ecornn.build import nvcc
 from ecornn.cells import BUILTIN
 from ecornn.cli import common, main
@@ -53,7 +54,7 @@ COMMANDS = [(), *every(main)]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
-    monkeypatch.setattr("ecornn.cli.progress.torch_us", lambda work, device: None)  # seconds for each search
+    monkeypatch.setattr("ecornn.cli.torch_time.torch_us", lambda work, device: None)  # seconds for each search
     monkeypatch.chdir(tmp_path)
     return tmp_path / "logs"
 
@@ -264,7 +265,7 @@ def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
             err += found.err
         return err
 
-    monkeypatch.setattr(common, "EVERY", 0.05)
+    monkeypatch.setattr(heartbeat, "EVERY", 0.05)
     with common.said_while("compiling") as told:
         err = heard("... compiling\n")
         told("linking")
@@ -272,6 +273,12 @@ def test_what_takes_long_is_said_meanwhile(monkeypatch, capfd):
     with common.told_aloud() as told:
         told("gluing")
         assert heard("  still gluing, ").startswith("gluing\n  still gluing, ")
+    with heartbeat.going("none yet") as told:
+        heard("none yet, ")
+        told("one of two")
+        heard("one of two, ")
+        told("two of two")
+    assert capfd.readouterr().err.splitlines()[-1] == "two of two"
     with common.said_while("loading"), pytest.raises(KeyError):
         raise KeyError
     said = capfd.readouterr()

@@ -24,8 +24,9 @@ TEMPLATE = {"analysis", "device", "dtypes", "program", "workload", "schedules.ba
 KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.cuda.pipeline",
                      "schedules.keeping", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "device",
+    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "device", "notebook", "svg",
                                 "schedules.builder", "schedules.cuda")},
+    "heartbeat": {"notebook"},
     **{room: {"errors"} for room in ("boundary", "temporary", "quick_tvm", "tuning_logs", "analysis")},
     "worker": {"errors", "temporary"},
     "workload": {"dtypes", "errors"},
@@ -70,29 +71,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS | {"checksum", "file_locks", "temporary"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | HOSTS | {"checksum", "temporary", "weight_files"},
+    "runtime": BASE | HOSTS | {"checksum", "notebook", "temporary", "weight_files"},
     "weight_files": {"errors", "temporary"},
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
 MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks", "interpreter", "layer_spec",
-                                     "numpy_gradients", "numpy_reference", "runtime", "schedules",
-                                     "schedules.backward", "schedules.base", "schedules.hoisted", "targets", "task",
+                                     "heartbeat", "notebook", "numpy_gradients", "numpy_reference", "runtime",
+                                     "schedules", "schedules.backward", "schedules.base", "schedules.hoisted", "svg",
+                                     "targets", "task",
                                      "temporary", "tuning_logs", "quick_tvm", "worker"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
                                  "schedules.keeping", "targets", "task", "temporary", "tune", "quick_tvm"}
 MAY_IMPORT["floor"] = {"device", "schedules.rates", "targets"}
-MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
+MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "notebook", "schedules", "schedules.base", "task",
+                              "tune"}
 MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules", "schedules.base", "schedules.builder",
-                              "schedules.rates", "task", "tune", "quick_tvm"}
+                              "schedules.rates", "svg", "task", "tune", "quick_tvm"}
 # What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
                                       "numpy_reference", "quick_tvm", "runtime", "tune", "worker"}
 MAY_IMPORT["module_cache"] = {"boundary", "build", "compiler", "errors", "layer_spec", "manifest", "program",
                               "quick_tvm", "runtime", "tuning_logs"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
-MAY_IMPORT["torch"] = {"analysis", "bench", "boundary", "build", "cells", "dtypes", "errors", "interpreter",
-                       "interrupts", "layer_spec", "module_cache", "program", "runtime",
+MAY_IMPORT["torch"] = {"analysis", "bench", "boundary", "build", "cells", "dtypes", "errors", "heartbeat",
+                       "interpreter", "interrupts", "layer_spec", "module_cache", "notebook", "program", "runtime",
                        "worker", "workload"}
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}

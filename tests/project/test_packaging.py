@@ -77,7 +77,7 @@ def test_every_file_says_the_same_version():
 
 def test_links_of_the_packages_page_lead_somewhere(wheel: Path, monkeypatch: pytest.MonkeyPatch):
     text = read_of(wheel, "/METADATA")
-    assert "Description-Content-Type: text/markdown" in text and "## Two commands" in text and "<!--" not in text
+    assert "Description-Content-Type: text/markdown" in text and "## Tuning" in text and "<!--" not in text
     targets = re.findall(r"\]\(([^()\s]*)\)", text)
     assert targets and all(target.startswith("https://") for target in targets), targets
     monkeypatch.syspath_prepend(ROOT)

@@ -19,13 +19,14 @@ from refusals import refused
 from test_cli import ended
 from test_readable import CASES, kernels, made, notes, text_of
 
+from ecornn import svg
 from ecornn.bench import turns
 from ecornn.bench.grid import Case
 from ecornn.bench.results import CsvFile, Row
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.explain import summary
-from ecornn.report import page, svg
+from ecornn.report import page
 from ecornn.report.measured import measured
 from ecornn.report.of_log import cut_of, effects, explained, layers, marked, searches, stages_of, task_of, teraflops
 from ecornn.report.page import TERMS, chip_map, chip_words, rooflines

@@ -4,9 +4,11 @@ import ctypes
 import gc
 import importlib.util
 import math
+import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from ecornn.analysis.scalar import terms
 from ecornn.cells import BUILTIN, Cell, get, pointwise, product
 from ecornn.cells.naming import load_cell, spec_of
 from ecornn.dtypes import DTYPES
-from ecornn.errors import ArgumentError, CellError, ScheduleError
+from ecornn.errors import ArgumentError, CellError, MissingPackageError, ScheduleError
 from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import reference
 from ecornn.program import RUN
@@ -290,13 +292,29 @@ def test_a_cell_is_named_so_that_another_process_finds_it():
     spec = spec_of(Scaled())
     assert spec == f"{Path(__file__).resolve()}:Scaled" and load_cell(spec).identity() == Scaled().identity()
     assert load_cell(f"{__name__}:Scaled").name == "scaled"
+    refused(ArgumentError, "has no 'Nope'", load_cell, f"{Path(__file__)}:Nope")
+    refused(ArgumentError, r"an ecornn\.Cell", load_cell, f"{Path(__file__)}:DTYPES")
+
+
+def test_a_class_that_no_other_process_has_is_sent(monkeypatch):
     class Local(Scaled):
         name = "local"
 
-    with pytest.raises(CellError, match="top level"):
-        spec_of(Local())
-    refused(ArgumentError, "has no 'Nope'", load_cell, f"{Path(__file__)}:Nope")
-    refused(ArgumentError, r"an ecornn\.Cell", load_cell, f"{Path(__file__)}:DTYPES")
+        def __init__(self, held: Any) -> None:
+            self.held = held
+
+    spec = spec_of(Local(3))
+    code = "import sys; from ecornn.cells.naming import received; cell = received(sys.argv[1]); " \
+           "print(cell.held, cell.identity())"
+    done = subprocess.run([sys.executable, "-c", code, spec], capture_output=True, text=True, check=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.stdout.split() == ["3", Local(3).identity()]
+    refused(ArgumentError, "has no", load_cell, spec)  # what a text may name runs no pickle
+    with pytest.raises(CellError, match="cannot be sent to the tuner's processes, TypeError"):
+        spec_of(Local(threading.Lock()))
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(MissingPackageError, match="cloudpickle"):
+        spec_of(Local(3))
 
 
 def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):

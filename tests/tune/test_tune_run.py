@@ -20,11 +20,13 @@ from rich.console import Console
 from tune_fakes import DEVICE, Fake, cost, make
 
 import ecornn.tune.tuner as tuner_module
-from ecornn.cli import common, progress
+from ecornn import heartbeat
+from ecornn.cli import torch_time
 from ecornn.schedules import generation
 from ecornn.tune import timing
 from ecornn.tune.choose import Environment
 from ecornn.tune.log import RESERVED, Gain, Journal, digest_of, gain_of, read, words
+from ecornn.tune.meter import Meter, duration, standing
 from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
 from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import Candidate, ConfigSpace
@@ -253,22 +255,22 @@ def test_progress_knows_the_default_and_how_long_it_takes_at_most(path, clock):
     tuner.settings = Settings(50, 0, time_limit=1e-3)  # over by now
     assert tuner.expected(10, 5.0) == tuner.expected(0, 5.0) == 0
     assert stages == ["building and measuring candidates", "comparing the fastest 4 in turns"]
-    assert re.fullmatch(rf"at most [\d:]+( s)? left, best {seen[9].best_us:.4g} µs/step", progress.standing(seen[9]))
-    assert " left" not in progress.standing(seen[-1])
+    assert re.fullmatch(rf"at most [\d:]+( s)? left, best {seen[9].best_us:.4g} µs/step", standing(seen[9]))
+    assert " left" not in standing(seen[-1])
     narrow = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    with progress.Meter(narrow) as meter, meter.layer("") as one:
+    with Meter(narrow) as meter, meter.layer("") as one:
         one.stage("building and measuring candidates")
         one.report(seen[9])
         meter.bar.refresh()
         shown = narrow.file.getvalue()
-    assert "10/30" in shown and progress.standing(seen[9]) in shown
-    assert [progress.duration(s) for s in (7.4, 59.6, 125, 3600)] == ["7 s", "1:00", "2:05", "1:00:00"]
+    assert "10/30" in shown and standing(seen[9]) in shown
+    assert [duration(s) for s in (7.4, 59.6, 125, 3600)] == ["7 s", "1:00", "2:05", "1:00:00"]
 
 
 def test_no_silence_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(common, "EVERY", 0.1)
+    monkeypatch.setattr(heartbeat, "EVERY", 0.1)
     out = io.StringIO()
-    with progress.Meter(Console(file=out), 2) as meter, meter.layer("[1/2]"), meter.layer("[2/2]") as one:
+    with Meter(Console(file=out), 2) as meter, meter.layer("[1/2]"), meter.layer("[2/2]") as one:
         until(lambda: "[2/2] starting" in out.getvalue())
         one.stage("listing what can be tried")
         until(lambda: "[2/2] listing" in out.getvalue())
@@ -371,9 +373,9 @@ def test_a_gain_is_a_figure_where_times_settled_and_an_interval_elsewhere():
 
 @pytest.mark.slow
 def test_pytorchs_layer_is_timed_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(progress, "PATIENCE", None)
-    assert progress.torch_us(Workload("lstm", 64, 64, 2, 10, "float32"), DEVICE) > 0.1  # type: ignore[operator]
-    assert progress.torch_us(Workload("indrnn", 64, 64, 2, 10, "float32"), DEVICE) is None
+    monkeypatch.setattr(torch_time, "PATIENCE", None)
+    assert torch_time.torch_us(Workload("lstm", 64, 64, 2, 10, "float32"), DEVICE) > 0.1  # type: ignore[operator]
+    assert torch_time.torch_us(Workload("indrnn", 64, 64, 2, 10, "float32"), DEVICE) is None
 
 
 class Simulated:

@@ -1,36 +1,25 @@
-"""Showing how a tuning run goes: a bar on a terminal, elsewhere a line now and then; and PyTorch's own time."""
+"""Showing how a tuning run goes: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from ecornn.bench.peers import TORCH, layer_of
-from ecornn.cli.common import Heartbeat
-from ecornn.workload import SINGLE, Workload
+from ecornn.heartbeat import Heartbeat
+from ecornn.notebook import Line
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from ecornn.device import Device
     from ecornn.tune.tuner import Progress
-
-SECONDS = 1.0  # of runs
-PATIENCE = 20.0  # seconds, with the import of PyTorch
 
 
 class Meter:
     """Shows searches on ``console``, several at the same time: on a terminal a line of the bar for each, or one for
-    many layers; elsewhere a line of text now and then."""
+    many layers; in a notebook one line that changes; elsewhere a line of text now and then."""
 
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
@@ -44,6 +33,7 @@ class Meter:
                                      disable=not console.is_terminal)
         self.all = self.bar.add_task("layers", total=layers, best="") if layers > 1 else None
         self.going: list[LayerMeter] = []
+        self.line = Line()  # in a notebook; rich needs widgets there to change what it has shown
 
     def __enter__(self) -> Meter:
         self.bar.start()
@@ -62,6 +52,8 @@ class Meter:
             self.going.append(one)
         try:
             yield one
+            if self.line.changes:  # and stays as it is last
+                one.stage("done")
         finally:
             with self.lock:
                 self.going.remove(one)
@@ -72,7 +64,10 @@ class Meter:
 
     def print(self, text: str) -> None:
         self.clock.said()
-        self.console.print(text, highlight=False, markup=False)
+        if self.line.changes:
+            self.line(text)
+        else:
+            self.console.print(text, highlight=False, markup=False)
 
     def _beat(self) -> None:
         if self.going and not self.console.is_terminal:
@@ -94,6 +89,8 @@ class LayerMeter:
         with self.meter.lock:
             self.now = name
             self.meter.bar.update(self.rows[-1], description=f"{self.names[len(self.rows) - 1]}: {name}")
+            if self.meter.line.changes:
+                self.meter.print(f"{self.names[len(self.rows) - 1]}: {name}")
 
     def report(self, now: Progress) -> None:
         """Called after each trial."""
@@ -103,7 +100,8 @@ class LayerMeter:
             while len(self.rows) <= entry:
                 self.rows.append(meter.bar.add_task(self.names[len(self.rows)], total=None, best=""))
             meter.bar.update(self.rows[entry], completed=now.done, total=now.total, best=best)
-            if not meter.console.is_terminal and (not meter.clock.due() or now.done in (1, now.total)):
+            if not meter.console.is_terminal and (
+                    meter.line.changes or not meter.clock.due() or now.done in (1, now.total)):
                 of = f"{self.names[entry]} " if self.name or self.training else ""
                 meter.print(f"{of}trial {now.done}/{now.total}, {best}")
 
@@ -121,36 +119,3 @@ def duration(seconds: float) -> str:
     if not minutes:
         return f"{rest} s"
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def torch_us(work: Workload, device: Device) -> float | None:
-    """µs a step of PyTorch's layer, timed in another process; None if there is no such layer or PyTorch, or no time."""
-    if importlib.util.find_spec("torch") is None or work.cell not in TORCH or work.weights or work.backward:
-        return None
-    asked = msgspec.json.encode((device.kind, work)).decode()
-    try:
-        done = subprocess.run([sys.executable, "-m", __name__, asked], capture_output=True, text=True, timeout=PATIENCE)
-        return float(done.stdout) if done.returncode == 0 else None
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
-
-
-def _main(asked: str) -> None:
-    """Prints the median of a few runs."""
-    import torch
-
-    from ecornn.tune.timing import Contestant, event_clock, race, wall_clock
-
-    kind, work = msgspec.json.decode(asked, type=tuple[str, Workload])
-    place, clock = ("cuda", event_clock) if kind == "cuda" else ("cpu", wall_clock)
-    if kind == "cuda":
-        torch.backends.cudnn.allow_tf32 = work.precision == "tf32"  # exact float32 against exact float32
-    layer = layer_of(work, SINGLE, kind)
-    x = torch.rand(work.seq, work.batch, work.input).to(device=place, dtype=getattr(torch, work.dtype))
-    with torch.inference_mode():
-        (times,) = race([Contestant(lambda: layer(x), clock)], seconds=SECONDS)
-    print(statistics.median(times) / work.seq * 1e6)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])
