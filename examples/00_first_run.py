@@ -74,15 +74,16 @@ def beside_pytorch(manifest: Any) -> str:
 
     place = {"device": "cuda" if on_gpu else "cpu", "dtype": getattr(torch, work.dtype)}
 
-    def gain(layer: torch.nn.Module, steps: int, batch: int, width: int) -> float:
+    def gain(layer: torch.nn.Module, steps: int, batch: int, width: int) -> Any:
         with torch.no_grad():
-            return ecornn.torch.profile(layer.to(**place), torch.randn(steps, batch, width, **place)).model.ratio
+            return ecornn.torch.profile(layer.to(**place), torch.randn(steps, batch, width, **place)).model
 
     kind = getattr(torch.nn, LAYERS[work.cell][0])
     own = gain(kind(work.input, work.hidden, **LAYERS[work.cell][1]), work.seq, work.batch, work.input)
     small = gain(torch.nn.GRU(64, 64), 100, 1, 64)
+    busy = " Other programs kept the processor busy, so an idle machine may differ." if own.busy or small.busy else ""
     return (f"Beside PyTorch {torch.__version__} on this machine: your {kind.__name__} of {work.hidden} units is "
-            f"{own:.2f} times as fast, and a GRU of 64 units with one batch row {small:.3g} times.")
+            f"{own.ratio:.2f} times as fast, and a GRU of 64 units with one batch row {small.ratio:.3g} times.{busy}")
 
 
 def reference(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:

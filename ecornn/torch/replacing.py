@@ -41,6 +41,7 @@ COMPILED = Compiled, CompiledCell
 CALL = ("forward", "__call__", "_call_impl", "check_input", "check_forward_args", "check_hidden_size",
         "get_expected_hidden_size", "get_expected_cell_size", "permute_hidden", "flatten_parameters")
 ROUNDS, SECONDS = 7, 5.0  # of a profile: turns of each side, and seconds of a row at most
+BUSY = "Other programs kept the processor busy meanwhile. On an idle machine times, and how many times as fast, may differ."
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,7 @@ class Gain:
     calls: int  # how often one call of the model calls it
     before: float
     after: float
+    busy: bool = False  # other programs used the processor in half of the turns, or more: an idle machine may differ
 
     @property
     def ratio(self) -> float:
@@ -282,14 +284,18 @@ class Profile:
                 *((f"{one.name} {one.kind}".strip(), str(one.calls), f"{one.before * 1e3:.3g} ms",
                    f"{one.after * 1e3:.3g} ms", f"{one.ratio:.2f}x") for one in (*self.layers, self.model))]
 
+    def _note(self) -> list[str]:
+        return [BUSY] * any(one.busy for one in (*self.layers, self.model))
+
     def _repr_html_(self) -> str:
         head, *rows = self._rows()
-        return table(rows, head)
+        return table(rows, head) + "".join(f"<p>{note}</p>" for note in self._note())
 
     def __str__(self) -> str:
         rows = self._rows()
         first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        return "\n".join("  ".join((row[0].ljust(first), *map(str.rjust, row[1:], others))) for row in rows)
+        lines = ["  ".join((row[0].ljust(first), *map(str.rjust, row[1:], others))) for row in rows]
+        return "\n".join(lines + self._note())
 
 
 @public
@@ -335,14 +341,15 @@ def calls_of(model: torch.nn.Module, names: list[str], example: Any, named: Any)
     return calls
 
 
-def seconds(theirs: Any, ours: Any, args: Any, kwargs: Any) -> tuple[float, float]:
-    """Medians of calls of a module as PyTorch's and as a compiled one, that take turns."""
+def seconds(theirs: Any, ours: Any, args: Any, kwargs: Any) -> tuple[float, float, bool]:
+    """Medians of calls of a module as PyTorch's and as a compiled one, that take turns; and whether as many turns were
+    disturbed by other programs as were not."""
     from ecornn.bench.turns import host_turns  # not with ecornn.torch, which is imported more often than it profiles
 
     sides = {"before": step_of(theirs, args, kwargs), "after": step_of(ours, args, kwargs)}
-    turns, _ = host_turns(sides, lambda: None, ROUNDS, SECONDS, clock)
+    turns, again = host_turns(sides, lambda: None, ROUNDS, SECONDS, clock)
     before, after = (median(chain(*turns[side])) for side in sides)
-    return before, after
+    return before, after, again >= len(turns["after"])
 
 
 def step_of(module: torch.nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import ecornn.compiler
 import ecornn.torch
 from ecornn import module_cache
+from ecornn.bench import turns
 from ecornn.errors import ArgumentError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.torch import replacing
@@ -190,7 +191,7 @@ def test_layers_and_the_model_are_timed_and_stay_as_they_are(replaced: bool, fas
                                                                         ("cell", "GRUCell(8, 5)", 3)]
     assert all(0 < time < 60 for one in (*found.layers, found.model) for time in (one.before, one.after))
     assert found.model.kind == "Reader" and found.model.before > found.layers[0].before / 10
-    lines = str(found).splitlines()
+    lines = str(found).removesuffix(f"\n{replacing.BUSY}").splitlines()
     assert len(lines) == 4 and len({*map(len, lines)}) == 1 and lines[1].startswith("encoder LSTM(6, 8)")
     assert lines[1].endswith(f"{found.layers[0].ratio:.2f}x")
     # nothing of it is seen in the model, nor in the order of random numbers
@@ -198,6 +199,14 @@ def test_layers_and_the_model_are_timed_and_stay_as_they_are(replaced: bool, fas
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters()) and not model.encoder._forward_pre_hooks
     assert getattr(model.encoder, "keep", None) == ("states" if replaced else None)
+
+
+@pytest.mark.parametrize("again, busy", [(6, False), (7, True)])
+def test_a_busy_machine_is_said(again: int, busy: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(turns, "host_turns", lambda sides, *_: ({name: [[0.1]] * 7 for name in sides}, again))
+    with torch.no_grad():
+        found = ecornn.torch.profile(torch.nn.GRU(6, 7), torch.randn(4, 3, 6))
+    assert (replacing.BUSY in str(found)) == (replacing.BUSY in found._repr_html_()) == busy == found.model.busy
 
 
 @pytest.mark.parametrize("grad", [True, False])
