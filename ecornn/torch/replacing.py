@@ -41,7 +41,7 @@ COMPILED = Compiled, CompiledCell
 CALL = ("forward", "__call__", "_call_impl", "check_input", "check_forward_args", "check_hidden_size",
         "get_expected_hidden_size", "get_expected_cell_size", "permute_hidden", "flatten_parameters")
 ROUNDS, SECONDS = 7, 5.0  # of a profile: turns of each side, and seconds of a row at most
-BUSY = "Other programs kept the processor busy meanwhile. On an idle machine times, and how many times as fast, may differ."
+BUSY = "Other programs kept the processor busy meanwhile. On an idle machine, times and their ratios may differ."
 
 
 @dataclass(frozen=True)
