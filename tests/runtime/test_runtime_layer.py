@@ -445,9 +445,9 @@ def test_wrong_places(module: Module):
     layer, cpu = module.bind(WEIGHTS), ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
     state = (on_device(module, np.zeros((BATCH, H), np.float32)),) * 2
     for kind, words, call in (
-            (DeviceError, r"x.device='cuda:1' .* cuda:0", lambda: layer(on_device(module, sample.inputs(), 1))),
+            (DeviceError, r"x.device='cuda:1': .*cuda:0", lambda: layer(on_device(module, sample.inputs(), 1))),
             (ArgumentError, r"state\[0\]", lambda: layer(sample.inputs(), state)),
             (ArgumentError, r"threads=2: .*runs on a GPU", lambda: module.bind(WEIGHTS, threads=2)),
-            (DeviceError, r"x.device='cuda:0' .* cpu", lambda: cpu(on_device(module, sample.inputs()))),
+            (DeviceError, r"x.device='cuda:0': .*cpu", lambda: cpu(on_device(module, sample.inputs()))),
             (DeviceError, r"x.device='cpu': .*cuda:0", lambda: layer(torch.from_numpy(sample.inputs())))):
         refused(kind, words, call)
