@@ -158,7 +158,7 @@ def test_llvm_ends_no_process_for_a_name_that_it_knows(what: str, tmp_path: Path
 
 @pytest.mark.parametrize("target", ["pentium", "i686", "", "help", "x86-64,+avx", "sm_1", "a\0b"])
 def test_a_cpu_that_cannot_be_compiled_for_is_named(target: str):
-    with pytest.raises(DeviceError, match=r"is not allowed; .* LLVM's name of a 64-bit CPU"):
+    with pytest.raises(DeviceError, match=r": .*LLVM's name of a 64-bit CPU"):
         resolve(target)
 
 
