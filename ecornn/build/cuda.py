@@ -63,21 +63,29 @@ def host_sources() -> dict[str, str]:
 
 def _groups(launched: Program, lowered: list[_Lowered],
             made: Mapping[str, OneKernel]) -> list[tuple[list[_Lowered], str]]:
-    """Kernels that are compiled together, and their source: :data:`TOGETHER` at most, but for those ``made`` and their
-    parts, which are in the first group. The projection is as good as the same for all configurations of a workload, so
-    it is compiled apart, unless that takes less than starting the compiler, or it is a part of another kernel."""
+    """Kernels that are compiled together, and their source: :data:`TOGETHER` at most, but for the parts of one of those
+    ``made``. The projection is as good as the same for all configurations of a workload, so it is compiled apart,
+    unless that takes less than starting the compiler, or it is a part of another kernel."""
     parts = _parts(made)
     texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
                 if PROJECTION in one.name and one.name not in parts]
     apart = [(group, text) for group, text in texts_of if len(text) >= LARGE]
     alone = [one for group, _ in apart for one in group]
-    joined = [one for one in lowered if one.name in parts]
-    rest = [one for one in lowered if one not in alone and one not in joined]
-    count = max(1, -(-len(rest) // TOGETHER))
-    groups = [rest[len(rest) * n // count:len(rest) * (n + 1) // count] for n in range(count)]
-    groups[0] = joined + groups[0]
-    return [(group, _whole(launched, group, {} if number else made))
-            for number, group in enumerate(groups) if group] + apart
+    # kernels that stay together, and what is made of them
+    units: list[tuple[list[_Lowered], dict[str, OneKernel]]] = [([one], {}) for one in lowered if one not in alone]
+    for name, one_kernel in made.items():
+        wanted = {launch.function for launch in one_kernel.launches}
+        mine = [unit for unit in units if any(one.name in wanted for one in unit[0])]
+        units = [unit for unit in units if unit not in mine]
+        units.append(([one for kernels, _ in mine for one in kernels],
+                      {n: of for _, ofs in mine for n, of in ofs.items()} | {name: one_kernel}))
+    groups: list[tuple[list[_Lowered], dict[str, OneKernel]]] = []
+    for kernels, ofs in units:
+        if not groups or len(groups[-1][0]) + len(kernels) > TOGETHER:
+            groups.append(([], {}))
+        groups[-1][0].extend(kernels)
+        groups[-1][1].update(ofs)
+    return [(kernels, _whole(launched, kernels, ofs)) for kernels, ofs in groups] + apart
 
 
 def _whole(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel], readable: bool = False) -> str:
