@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_refused():
             ("indrnn", (9, 3, 64, 64), "float16", "no recurrent product"),
             ("lstm(layer_norm)", (9, 3, 64, 64), "float16", "statistics"),
             ("lstm", (9, 3, 64, 256), "float16", "do not fit"), ("lstm", (9, 3, 64, 200), "float32", "do not fit"),
-            ("block_3_whole", (9, 3, 4, 96), "float16", "several numbers of heads"),
+            ("block_3_whole", (9, 3, 4, 96), "float16", "different numbers of heads"),
             ("slstm(heads=8)", (9, 3, 64, 2048), "float16", "do not fit")):
         assert why in str(schedule.serves(task_of(cell, sizes, dtype, device)))
     of_heads = task_of("slstm(heads=8)", (9, 3, 64, 96), "float16", device)
