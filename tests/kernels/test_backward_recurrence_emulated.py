@@ -251,7 +251,7 @@ def test_schedules_that_cannot_say_so():
     (product,) = phase.products
     first, *others = product.terms
     mixed = changed(first, transposed=False)
-    for terms, why in (((first, first, *others), "twice"), ((mixed, *others), "as they are")):
+    for terms, why in (((first, first, *others), "twice"), ((mixed, *others), "and with transposed")):
         phases = (changed(phase, products=(changed(product, terms=terms),)),)
         assert why in str(Persistent().serves(changed(task, graph=changed(task.graph, phases=phases))))
 

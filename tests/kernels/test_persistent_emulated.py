@@ -204,7 +204,7 @@ def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell
     else:
         assert plan.streamed and not any(p.slots for p in plan.phases)
         if reason := Persistent().check(task, config):
-            assert re.search("batch rows|registers a thread", reason)
+            assert re.search("batch rows|registers per thread", reason)
             return
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -287,7 +287,7 @@ def test_what_clusters_cannot_do_is_refused():
     assert not reason() and not reason(groups=6, units=20) and "a cluster would have 20 blocks" in reason(units=16)
     small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
     assert "1 blocks" in (schedule.check(small, cut(small, **CLUSTER, warps=1)) or "")
-    assert "8 clusters of 16 blocks, of which 7 are on the chip" in reason(groups=8, units=20)
+    assert "8 clusters of 16 blocks, but 7 fit on the chip" in reason(groups=8, units=20)
     assert "fences" in reason(fences="every") and "outside of clusters" in reason(ahead=0)
     assert "only possible with carrier=cluster" in reason(groups=6, carrier="l2")
 
@@ -310,7 +310,7 @@ def test_default_configuration_is_valid(cell, hidden, batch, dtype):
 
 def test_what_cannot_be_is_refused_with_a_reason():
     schedule, task = Persistent(), task_of("lstm", (4, 20, 800, 800), "bfloat16", KNOWN["sm_90a"])
-    for units, reason in ((2, "blocks on"), (21, "multiple of")):
+    for units, reason in ((2, "1200 blocks"), (21, "multiple of")):
         assert reason in str(schedule.check(task, {**schedule.default(task), "units": units}))
     assert "do not fit" in str(schedule.serves(task_of("lstm", (4, 1, 4096, 4096), "bfloat16", KNOWN["sm_90a"])))
 

@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "mean": (lambda m, x, h: h - h.mean(0), "mean: over the batch, whose rows are apart in a cell"),
     "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3)"),
     "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: places 0 to 1 of an axis of 3"),
-    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is no multiple of H = 11"),
+    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is not a multiple of H = 11"),
     "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 11"),
     "unit": (lambda m, x, h: m.lin(h)[:, 3], "a unit cannot be read by itself"),
     "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "use torch.where instead of a branch"),
