@@ -6,15 +6,15 @@ import sys
 from functools import partial
 
 PACKAGES = {"tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}  # module: what brings it
-HINT = ("this installation runs module files and no more. To compile and tune, install ecornn with what it requires: "
-        "pip install of its wheel file or checkout, without --no-deps")
+HINT = ("this installation can only run module files. To compile and tune, install ecornn with its requirements: "
+        "pip install its wheel file or checkout, without --no-deps")
 
 
-def _run(name: str) -> None:
+def _run(*command: str) -> None:
     try:
         import ecornn.cli
 
-        getattr(ecornn.cli, name)(prog_name="ecornn" if name == "main" else f"ecornn-{name}")
+        ecornn.cli.main([*command, *sys.argv[1:]], prog_name="ecornn")
     except ModuleNotFoundError as error:  # one of ecornn's own that is not there is a fault
         root = (error.name or "").partition(".")[0]
         if root in ("", "ecornn"):
@@ -25,4 +25,4 @@ def _run(name: str) -> None:
         raise SystemExit(130) from None
 
 
-main, tune, compile = (partial(_run, name) for name in ("main", "tune", "compile"))  # ecornn, ecornn-tune, ...
+main, tune, compile = partial(_run), partial(_run, "tune"), partial(_run, "compile")  # ecornn, ecornn-tune, ...

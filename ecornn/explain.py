@@ -151,7 +151,7 @@ def explain(planned: LayerPlan) -> Explanation:
     return Explanation(
         str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else "",
         device.name, device.arch, device.cores, [_part(*of) for of in parts.values()],
-        None if measured(device.name) else f"nobody has measured what {device.name} can do at most")
+        None if measured(device.name) else f"the limits of {device.name} have not been measured")
 
 
 def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:

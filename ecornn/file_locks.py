@@ -21,7 +21,7 @@ def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool
     from filelock import FileLock, Timeout
 
     lock, begin, word, log = FileLock(path), time.monotonic(), SAID, logging.getLogger("ecornn")
-    other = f"another process, which may be stopped (fuser -v {path} names it)"
+    other = f"another process that holds {path} (`fuser -v` shows which; it may be suspended)"
     while True:
         waited = time.monotonic() - begin
         try:
@@ -31,12 +31,12 @@ def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool
             waited = time.monotonic() - begin
         finished = done is not None and done()
         if not finished and waited >= limit:
-            log.warning("waited %.0f s for %s: %s", waited, other, otherwise)
+            log.warning("waited %.0f s for %s; %s", waited, other, otherwise)
         if finished or waited >= limit:
             yield False
             return
         if waited >= word:
-            log.warning("waiting for %s; after %.0f s: %s", other, limit, otherwise)
+            log.warning("waiting for %s; after %.0f s, %s", other, limit, otherwise)
             word *= 2
     try:
         yield True

@@ -38,13 +38,13 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.cell, type) and issubclass(self.cell, Cell):
-            raise ArgumentError("cell", self.cell, f"an instance of the class, as {self.cell.__name__}()")
+            raise ArgumentError("cell", self.cell, f"an instance of the class, such as {self.cell.__name__}()")
         if not isinstance(self.cell, (str, Cell)):
             raise ArgumentError("cell", self.cell, "a cell's name, FILE.py:NAME or a Cell")
         if not isinstance(self.training, bool):
             raise ArgumentError("training", self.training, "True or False")
         if self.keep is not None and not self.training:
-            raise ArgumentError("keep", self.keep, "None without training=True, which it is about")
+            raise ArgumentError("keep", self.keep, "None without training=True")
         self.stack, self.workload  # noqa: B018  (made here, so that what they refuse is said at once)
 
     @cached_property
@@ -59,13 +59,14 @@ class LayerSpec:
                          None if self.weights == self.dtype else self.weights,
                          None if self.precision == "exact" else self.precision)
         if self.layers != 1 and len(outputs := self.loaded.output_names()) > 1:
-            raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has outputs {', '.join(outputs)}"
-                                ", of which nobody can say what the next layer sees")
+            raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has several outputs "
+                                f"({', '.join(outputs)}"
+                                "), and only one can be the input of the next layer")
         if not self.loaded.inputs:
             return whole
         if self.layers != 1:
-            raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has inputs beside x, which are "
-                                "of one layer")
+            raise ArgumentError("layers", self.layers, f"1: cell {self.loaded.name!r} has inputs beside x, which only "
+                                "one layer can have")
         return structs.replace(whole, input=self.loaded.row_width(input, self.hidden))
 
     @cached_property

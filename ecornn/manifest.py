@@ -81,9 +81,10 @@ def decode(text: str) -> Manifest:
         if (number := msgspec.json.decode(text, type=_Said).format) == FORMAT:
             return msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
-        raise ModuleError(f"not a module of this version of ecornn: {error}") from error
-    raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {number}, and {FORMAT} is "
-                      "read; compile the layer again")
+        raise ModuleError("the module does not fit this version of ecornn; compile it again "
+                          f"({error})") from error
+    raise ModuleError(f"the module does not fit this version of ecornn; compile it again (format {number} of its "
+                      f"manifest, not {FORMAT})")
 
 
 def versions() -> dict[str, str]:

@@ -43,17 +43,17 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
     if (kept := from_entry(str(_entry(layer, target, config) or ""))) is not None:
         return kept
     if importlib.util.find_spec("tvm") is None:
-        places = ", ".join(map(str, _folders())) or "no folder: it is not set"
-        raise ModuleError(f"there is no TVM here to compile {layer.workload}, and no module of it in {VARIABLE} "
-                          f"({places}): call ecornn.torch.save_modules(folder) where there is one, after such a call")
+        places = ", ".join(map(str, _folders())) or "which is not set"
+        raise ModuleError(f"{layer.workload} cannot be compiled without TVM, and {VARIABLE} ({places}) has no module "
+                          "for it: make the same call on a machine with TVM, then ecornn.torch.save_modules(folder)")
     from ecornn import compiler
 
     def make() -> bytes:
         if not _told:
             _told.append("said")
             logging.getLogger("ecornn").warning(
-                "compiling %s, as the first call of every kind of layer does, for some seconds; "
-                "ecornn.torch.prepare(model, *example) does it ahead", layer.workload)
+                "compiling %s, which takes some seconds at the first call of every kind of layer; "
+                "to compile ahead, call ecornn.torch.prepare(model, *example)", layer.workload)
         module = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
         return module.path.read_bytes()
 
@@ -215,7 +215,7 @@ def _runs_here(manifest: Manifest) -> bool:
 
 def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
     if not folder.is_dir():
-        raise ModuleError(f"{VARIABLE}: there is no folder {folder}")
+        raise ModuleError(f"{VARIABLE}: the folder {folder} does not exist")
     return tuple((path.name, state.st_ino, state.st_mtime_ns) for path in sorted(folder.glob("*.so"))
                  for state in [path.stat()])
 

@@ -65,7 +65,8 @@ def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str
     best = min(arranged, key=lambda one: one.expected, default=None)
     if serial is None:
         if best is None:
-            raise refused or ScheduleError(f"{device.name} has too few multiprocessors to be shared")
+            raise refused or ScheduleError(f"{device.name} has too few multiprocessors for parts that run at the same "
+                                           "time")
         return arranger.explained(best, None)
     return arranger.explained(best, serial) if best and best.expected < GAIN * serial.expected else serial
 
@@ -73,14 +74,16 @@ def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str
 def impossible(kind: str, stack: Stack, device: Device) -> str | None:
     """The arguments that would allow this kind of overlap, in words; None: it is possible."""
     if device.kind != "cuda":
-        return "auto or none on a CPU, all of whose cores work on one sequence"
+        return "auto or none on a CPU, where all cores work on one sequence"
     if kind == "directions":
         return None if stack.bidirectional else "auto or none without bidirectional=True"
     reasons = {
         "auto or none with layers=1": stack.layers < 2,
-        "auto, none or directions with bidirectional=True: a layer's last steps are needed first": stack.bidirectional,
-        "auto, none or directions with training=True: backward has no wavefront": stack.keep is not None,
-        "auto, none or directions with sequences=True: a chunk of time may end within a sequence": stack.sequences,
+        "auto, none or directions with bidirectional=True, since a layer needs the last steps of the one before "
+        "it": stack.bidirectional,
+        "auto, none or directions with training=True, since the backward pass has no wavefront": stack.keep is not None,
+        "auto, none or directions with sequences=True, since a chunk of time may end within a "
+        "sequence": stack.sequences,
         "auto or none with reverse=True": stack.reverse}
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -143,7 +146,7 @@ class _Arranger:
         return structs.replace(overlap, chunks=ceil(seq / chunk_steps(seq, chunks, least)), least=least)
 
     def explained(self, made: Arrangement, serial: Arrangement | None) -> Arrangement:
-        reasons = ["as asked for"] if serial is None else []
+        reasons = ["as requested"] if serial is None else []
         if isfinite(made.expected):
             reasons.append(f"about {made.expected / 1e3:.0f} µs expected for {self.whole.seq} steps")
         if serial is not None and isfinite(serial.expected):

@@ -11,8 +11,8 @@ from ecornn.errors import MissingPackageError
 def require_tvm() -> None:
     """Raises :class:`MissingPackageError` without TVM, as where the runtime alone is installed."""
     if "tvm" not in sys.modules and find_spec("tvm") is None:
-        raise MissingPackageError("apache-tvm is not installed: this installation runs module files and no more. To "
-                                  "compile and tune, install ecornn with what it requires")
+        raise MissingPackageError("apache-tvm is not installed, so that this installation can only run module files. "
+                                  "To compile and tune, install ecornn with its requirements")
 
 
 def import_tvm() -> None:

@@ -28,10 +28,10 @@ def read_layer(path: str | os.PathLike[str], prefix: str = "") -> dict[str, Any]
     file that cannot be read, :class:`WeightsError` where no name begins with ``prefix``."""
     file = Path(path)
     if not file.is_file():
-        raise ArgumentError("weights", str(path), "a file that exists")
+        raise ArgumentError("weights", str(path), "an existing file")
     kind = file.suffix.lower()
     if kind != ".safetensors" and kind not in CHECKPOINTS:
-        raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
+        raise ArgumentError("weights", str(path), f"a file with a name *.safetensors or *{', *'.join(CHECKPOINTS)}")
     every = _safetensors(file) if kind == ".safetensors" else _checkpoint(file)
     found = {n.removeprefix(prefix): read for n, read in every.items() if n.startswith(prefix)}
     if not found:
@@ -55,7 +55,8 @@ def _package(path: Path) -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise ArgumentError("weights", str(path), "the package safetensors installed: pip install safetensors"
+        raise ArgumentError("weights", str(path), "the package safetensors, which is not installed: pip install "
+                            "safetensors"
                             ) from error
     return safetensors
 
@@ -74,14 +75,16 @@ def _checkpoint(path: Path) -> dict[str, Callable[[], Any]]:
     try:
         import torch
     except ImportError as error:
-        raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a *.safetensors file"
+        raise ArgumentError("weights", str(path), "a *.safetensors file, or PyTorch, which reads checkpoints and is "
+                            "not installed"
                             ) from error
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of damaged bytes an unpickler raises whatever they lead to
         raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error!r})") from error
     if not isinstance(content, Mapping):
-        raise ArgumentError("weights", str(path), f"a checkpoint with a state_dict, not of a {type(content).__name__}")
+        raise ArgumentError("weights", str(path), "a checkpoint with a state_dict; it holds a "
+                            f"{type(content).__name__}")
     every, place = _tensors(content, torch.Tensor), _place(path, content, torch.Tensor)
     if not every:
         raise ArgumentError("weights", str(path), f"a checkpoint with tensors; its keys are {_some(map(str, content))}")
@@ -108,7 +111,7 @@ def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
     place, seen = "", set[int]()
     while True:
         if id(found) in seen:
-            raise ArgumentError("weights", str(path), "a checkpoint whose state_dict is not its own")
+            raise ArgumentError("weights", str(path), "a checkpoint that does not contain itself")
         seen.add(id(found))
         below = {key: value for key, value in found.items() if isinstance(value, Mapping)}
         known = [key for key in PLACES if key in below]
@@ -132,8 +135,8 @@ def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
     :class:`WeightsError` where ``weight_ih_l0`` or ``weight_hh_l0`` is missing."""
     for name in ("weight_ih_l0", "weight_hh_l0"):
         if name not in weights:
-            raise WeightsError(f"there is no {name} among the weights: {', '.join(weights) or 'there are none'}; "
-                               "--prefix says what stands before a layer's names", [name])
+            raise WeightsError(f"the weights have no {name}; they have {', '.join(weights) or 'no names'}. Give the "
+                               "text before the names of the layer with --prefix", [name])
     ends = [end for end in map(_NAME.fullmatch, weights) if end]
     hidden = weights["weight_hh_l0"].shape
     return {"hidden": int(hidden[-1]), "input": int(weights["weight_ih_l0"].shape[-1]),
@@ -144,9 +147,9 @@ def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
     """Raises :class:`WeightsError` for a name of ``wanted`` that is missing, :class:`ShapeError` for another shape."""
     for name, shape in wanted.items():
         if name not in weights:
-            raise WeightsError(f"there is no {name} among the weights, which the cell has", [name])
+            raise WeightsError(f"the weights have no {name}, which the cell needs", [name])
         if tuple(weights[name].shape) != shape:
-            raise ShapeError(f"weights[{name!r}].shape", tuple(weights[name].shape), f"{shape}, as the cell has it")
+            raise ShapeError(f"weights[{name!r}].shape", tuple(weights[name].shape), f"{shape}, as in the cell")
 
 
 def check_place(path: Path) -> None:
@@ -157,7 +160,7 @@ def check_place(path: Path) -> None:
         with contextlib.suppress(package.SafetensorError, OSError), package.safe_open(path, framework="numpy") as file:
             said = file.metadata() or {}
     if path.exists() and not MARK.items() <= said.items():
-        raise ArgumentError("weights", str(path), "a name that is free, or of a file that ecornn wrote: move this one "
+        raise ArgumentError("weights", str(path), "a new name, or that of a file that ecornn wrote: move this file "
                             "away, or choose another --output")
 
 

@@ -54,11 +54,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.weights is not None and (self.weights not in WEIGHTS or self.weights == self.dtype):
             raise DTypeError("weights", self.weights, f"None or one of {', '.join(WEIGHTS)}, other than dtype")
         if self.weights is not None and self.dtype == "float64":
-            raise DTypeError("weights", self.weights, "None with dtype float64: they are rounded for speed")
+            raise DTypeError("weights", self.weights, "None with dtype float64, since weights are rounded for speed")
         if self.precision is not None and (self.precision != "tf32" or self.dtype != "float32" or self.weights):
-            raise ArgumentError("precision", self.precision, "exact; or tf32 with dtype float32, weights not rounded")
+            raise ArgumentError("precision", self.precision, "exact, or tf32 with dtype float32 and without weights")
         if self.entry is not msgspec.UNSET and self.entry != "backward":
-            raise ArgumentError("entry", self.entry, "backward, or left out")
+            raise ArgumentError("entry", self.entry, "backward, or no value")
 
     @property
     def backward(self) -> bool:
@@ -154,10 +154,10 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, getattr(self, name), "True or False")
         if self.reverse and self.bidirectional:
-            raise ArgumentError("reverse", True, "False with bidirectional=True, which goes both ways")
+            raise ArgumentError("reverse", True, "False with bidirectional=True, which runs in both directions")
         if self.sequences and (self.lengths or self.resets):
-            raise ArgumentError("sequences", True, "False with lengths=True or resets=True: it says where rows end and "
-                                "start")
+            raise ArgumentError("sequences", True, "False with lengths=True or resets=True, since the layout of "
+                                "sequences replaces both")
 
     @property
     def directions(self) -> int:

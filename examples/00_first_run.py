@@ -1,7 +1,7 @@
 """Runs a compiled module on random input and checks it against the float64 reference.
 
-    ecornn-tune --cell lstm --hidden 800
-    ecornn-compile --cell lstm --hidden 800 --output lstm800.so
+    ecornn tune --cell lstm --hidden 800
+    ecornn compile --cell lstm --hidden 800 --output lstm800.so
     python examples/00_first_run.py lstm800.so
 
 Ends with how many times as fast as PyTorch it is, where that is installed. Exits with 1 where the error is above the

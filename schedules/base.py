@@ -195,9 +195,9 @@ class Schedule(ABC, Generic[Plan]):
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
         if most_heads(task.graph) > 1 and not self.heads:
-            return f"{self.name} does not carry out products with heads"
+            return "does not support products with heads"
         if task.traversal.backward:
-            return self.refuses(task) if self.backward else f"{self.name} does not carry out adjoints"
+            return self.refuses(task) if self.backward else "does not support backward passes"
         graph = task.graph
         transposed = any(p.terms[0].transposed for phase in graph.phases for p in phase.products)
         # cells have none of it, adjoints do
@@ -205,7 +205,7 @@ class Schedule(ABC, Generic[Plan]):
                   "weight gradients": graph.outer_products, "products of transposed weights": transposed,
                   "no state": not graph.states}
         found = next((what for what, has in beyond.items() if has), None)
-        return f"step {graph.cell!r} has {found}, which no schedule carries out" if found else self.refuses(task)
+        return f"step {graph.cell!r} has {found}, which no schedule supports" if found else self.refuses(task)
 
     @abstractmethod
     def refuses(self, task: Task) -> str | None:
@@ -320,9 +320,9 @@ def no_room(device: Device, shared: int, threads: int, registers: int) -> str | 
     """None, or what a block of ``threads`` has too little of on a GPU: ``shared`` memory, in bytes, or ``registers`` of
     a thread, which are given out eight at a time and 255 at most."""
     if shared > device.shared:
-        return f"{shared} bytes of shared memory, {device.shared} available"
+        return f"it needs {shared} bytes of shared memory, but {device.shared} are available"
     limit = min(255, device.registers // threads // 8 * 8)
-    return f"about {registers} registers a thread, {limit} available" if registers > limit else None
+    return f"it needs about {registers} registers per thread, but {limit} are available" if registers > limit else None
 
 
 def config_text(config: Config) -> str:

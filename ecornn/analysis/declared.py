@@ -97,8 +97,8 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
         if len(shape) not in (2, 3) or min(shape) < 1 or shape[1] > hidden or (
                 shape[1] != hidden if len(shape) == 2 else shape[2] != input and shape[2] > hidden):
             raise fault(cell, f"parameter {name!r} has shape {shape}; expected (G, H={hidden}) or (G, H={hidden}, K) "
-                              "with G >= 1 and K = I or H, H / heads of a product with heads, or less than H in place "
-                              "of H or K of a narrow matrix")
+                        "with G >= 1 and K = I or H. A product with heads has K = H / heads, and a narrow matrix "
+                        "may have less than H in place of H or K")
     return shapes
 
 
@@ -109,8 +109,8 @@ def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], l
         if missing and name not in cell.unread:
             gates = f"gate{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of " * (len(missing) < count)
             raise lines.declared(fault(cell, f"step() does not read {gates}parameter {name!r}, of shape "
-                                             f"{shapes[name]}; a parameter that is passed all the same is named in the "
-                                             "cell's attribute unread"), type(cell).parameters, name)
+                                       f"{shapes[name]}; to pass it nevertheless, name it in the cell's "
+                                       "attribute unread"), type(cell).parameters, name)
 
 
 def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: Lines) -> dict[str, Tensor]:
@@ -120,13 +120,13 @@ def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: 
     if len(tensors) != len(names):
         beside = names[len(cell.states):]
         error = fault(cell, f"step() returned {len(tensors)} tensors for {len(cell.states)} states "
-                          f"{cell.states}" + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
+                      f"{cell.states}" + (f" and {len(beside)} outputs {beside} after them" if beside else ""))
         raise lines.declared(error, type(cell).step, names[-1])
     returned = dict(zip(names, tensors, strict=True))
     for name, tensor in returned.items():
         what = f"{'new state' if name in cell.states else 'output'} {name!r}"
         if not hasattr(tensor, "op"):
-            raise lines.declared(fault(cell, f"{what} is no tensor: {tensor!r}"), type(cell).step, name)
+            raise lines.declared(fault(cell, f"{what} is not a tensor: {tensor!r}"), type(cell).step, name)
         has = tuple(int(s) for s in tensor.shape)
         if has != shape:
             raise lines.located(fault(cell, f"{what} has shape {has}; expected (B, H), here {shape}"), tensor.op)

@@ -45,8 +45,8 @@ def stack_for(cell: str) -> Iterator[None]:
     try:
         yield
     except RecursionError as error:
-        raise CellError(f"cell {cell!r}: its step has more operators behind one another than Python's stack has "
-                        "room for, of which about a hundred fit: sys.setrecursionlimit() makes it larger") from error
+        raise CellError(f"cell {cell!r}: its step is a longer chain of operators than Python's stack has room "
+                        "for, which is about a hundred; increase it with sys.setrecursionlimit()") from error
 
 
 class _Walk(RowReductions):
@@ -57,7 +57,7 @@ class _Walk(RowReductions):
         super().__init__(cell, hidden)
         self.input = input = input - len(cell.inputs) * hidden
         if input < 1:
-            raise self.fault(f"a row of x has no value of its own beside inputs {cell.inputs}")
+            raise self.fault(f"the input size must be larger: inputs {cell.inputs} leave no value for x in a row")
         self.lines = Lines()
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
@@ -74,11 +74,11 @@ class _Walk(RowReductions):
         if parameter is not None:
             gate = self.gate(indices[0], parameter)
             if len(indices) != 2 or not self.same(indices[1], self.j):
-                raise self.fault(f"{parameter}{indices} is neither part of a product nor a vector over the hidden axis")
+                raise self.fault(f"{parameter}{indices} is neither part of a product nor a vector [gate, j]")
             return self.vector(("vector", parameter, gate), f"{parameter}_{gate}", parameter, gate)
         if self.width != self.hidden:
-            raise self.fault(f"{tensor.op.name}{indices} is read beside {self.width} values a row; what is narrower "
-                             "than H is computed of products as narrow, and of vectors, alone")
+            raise self.fault(f"{tensor.op.name}{indices} is combined with {self.width} values per row; values narrower "
+                             "than H can only be combined with products of the same width and with vectors")
         for kind, level, named in (("state", Level.STATE, zip(self.cell.states, self.state_tensors, strict=True)),
                                    ("input", Level.INPUT, self.input_tensors.items())):
             for name, given in named:
@@ -89,8 +89,7 @@ class _Walk(RowReductions):
             raise self.fault(f"{tensor.op.name} is not an argument of step()")
         self.at_own_unit(tensor, indices)
         if self.input != self.hidden:  # also of a layer whose x is y of two directions
-            raise self.fault(f"x{indices} outside a product needs an input size of H; here I = {self.input} and H = "
-                             f"{self.hidden}")
+            raise self.fault(f"x{indices} outside a product needs I = H; here I = {self.input} and H = {self.hidden}")
         self.x = self.leaf(("x",), "x", Level.INPUT)
         return self.x
 
@@ -144,9 +143,9 @@ class _Walk(RowReductions):
         product = type(tensor.op.body[tensor.value_index]).__name__ == "Reduce"
         for extent, e in zip(map(int, tensor.shape), indices, strict=True):
             if self.same(e, self.j) and extent != self.width:
-                raise self.fault(f"{tensor.op.name} has {extent} values a row; what is read "
-                                + (f"beside it has {self.width}" if self.width != self.hidden else
-                                   f"for each hidden unit has H, here {self.hidden}"))
+                raise self.fault(f"{tensor.op.name} has {extent} values per row; expected "
+                                + (f"{self.width}, as the values beside it" if self.width != self.hidden else
+                                   f"H = {self.hidden}, since it is read for each hidden unit"))
             if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent and not product:
                 at = ", ".join(map(str, indices))
                 raise self.fault(f"there is no {tensor.op.name}[{at}]; its shape is {tuple(map(int, tensor.shape))}")
@@ -154,11 +153,11 @@ class _Walk(RowReductions):
     def check(self, name: str, value: Expr) -> None:
         """Raises :class:`CellError` where a pointwise value is of another type, an index, or of an unknown operator."""
         if str(value.ty) not in ("float32", "bool"):
-            raise self.fault(f"{name!r} is {value.ty}; values of a step are float32")
+            raise self.fault(f"{name!r} is {value.ty}; the values of a step must be float32")
         index = next((v for v in variables(value) if self.same(v, self.b) or self.same(v, self.j)), None)
         if index is not None:
-            raise self.fault(f"{name!r} computes with the index {index}; indices may only be used to read tensors: a "
-                             "vector parameter can be different for each unit")
+            raise self.fault(f"{name!r} computes with the index {index}; indices may only be used to read tensors. "
+                             "Use a vector parameter for a value that differs between units")
         pending = [value]
         while pending:
             e = pending.pop()
@@ -179,9 +178,9 @@ class _Walk(RowReductions):
 
     def product(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
         """A reduction: must be sum over k of operand[b, k] * weight[gate, j, k]."""
-        fault = self.fault(f"the reduction {name!r} is not a product sum_k source[b, k] * weight[gate, j, k], with a "
-                           "parameter as it is; what is computed of parameters is made in derived(). Nor is it of "
-                           "groups, [b, g] = sum_k value[b, g * K + k], H = n * K")
+        fault = self.fault(f"the reduction {name!r} is neither a product sum_k source[b, k] * weight[gate, j, k] nor a "
+                           "sum of groups [b, g] = sum_k value[b, g * K + k] with H = n * K. The weight must be a "
+                           "parameter itself; compute others in derived()")
         source = body.source[0]
         if len(body.axis) != 1 or type(source).__name__ != "Mul" or not reduces(body, "Add"):
             raise fault
@@ -205,23 +204,24 @@ class _Walk(RowReductions):
         if not heads:
             raise fault
         if heads > 1 and of_x:
-            raise self.fault(f"product {name!r} of x has {heads} heads; heads are of products of H values: pass the "
-                             f"blocks of {weight} within zeros")
+            raise self.fault(f"product {name!r} of x has {heads} heads, which only products of H values can have: pass "
+                             f"{weight} as a block matrix with zeros")
         extent = extent_of(body.axis[0])
         if not extent == width // heads == own:
             raise self.fault(f"product {name!r} sums {extent} terms of {operand.op.name}, which has {width // heads} "
-                             f"values a row, and {weight}, whose rows have {own}")
+                             f"values per row, with {weight}, whose rows have {own}")
         gate = self.gate(place[1], weight)
         if made != self.width:
-            raise self.fault(f"product {name!r} has {self.width} values a row, and {weight} has {made} rows")
+            raise self.fault(f"product {name!r} has {self.width} values per row, but {weight} has {made} rows")
         if heads > 1 and (made, width) != (self.hidden, self.hidden):
-            raise self.fault(f"product {name!r} has {heads} heads; heads are of products of H values by H rows")
+            raise self.fault(f"product {name!r} has {heads} heads; only products of H values with H rows can have "
+                             "heads")
         source_var, level = None, Level.INPUT
         if not of_x:
             source_var = self.operand(operand, width)
             if self.level[source_var] < Level.STATE:
-                raise self.fault(f"product {name!r} reads {operand.op.name}, which depends on no state; only x itself "
-                                 "can be hoisted")
+                raise self.fault(f"product {name!r} reads {operand.op.name}, which depends on no state; such a "
+                                 "product can only read x itself")
             level = self.level[source_var] + 1
         key = ("row", source_var, weight, gate)
         if key not in self.leaves:
@@ -233,17 +233,17 @@ class _Walk(RowReductions):
 
     def operand(self, tensor: Tensor, width: int) -> Expr:
         """The scalar that a product multiplies, of a tensor with ``width`` values a row."""
-        what = f"{tensor.op.name}, which is multiplied,"
+        what = f"the factor {tensor.op.name} of a product"
         if width > self.hidden:
-            raise self.fault(f"{what} has {width} values a row; what is not x itself has H at most, here "
-                             f"{self.hidden}: add two products of its parts")
+            raise self.fault(f"{what} has {width} values per row; only x can have more than H = {self.hidden}. "
+                             "Add the products of its parts instead")
         with self.of_width(width):
             value = self.scalar(tensor, [self.b, self.j])
         if is_constant(value):
             raise self.fault(f"{what} is a constant")
         if width < self.hidden and not np.isfinite(self.zeros()[value]):
-            raise self.fault(f"{what} is narrower than H, and not finite where the products are 0 that it is computed "
-                             "of")
+            raise self.fault(f"{what} is narrower than H, and it is not finite when the products that it is "
+                             "computed from are 0")
         return value
 
     # -- result ---------------------------------------------------------------------------------

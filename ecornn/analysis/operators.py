@@ -185,5 +185,5 @@ def operator_of(e: Expr) -> Operator:
     try:
         return OPERATORS[key_of(e)]
     except KeyError:
-        raise CellError(f"the cell uses {key_of(e)}, which cannot be scheduled; it may use "
+        raise CellError(f"the cell uses {key_of(e)}, which cannot be scheduled; use one of "
                         f"{', '.join(OPERATORS)}") from None

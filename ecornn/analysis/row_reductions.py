@@ -227,8 +227,8 @@ class RowReductions(ABC):
     # -- one value a row ------------------------------------------------------------------------
     def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Expr:
         """A reduction to one value a batch row, over the hidden axis, and over axes that are unrolled."""
-        fault = self.fault(f"the reduction {name!r} is not a sum over the hidden axis, [b] = sum_k value[b, k], nor "
-                           "one over gates too, sum_g sum_k value[b, g, k], nor a maximum over these")
+        fault = self.fault(f"the reduction {name!r} is neither a sum over the hidden axis, [b] = sum_k value[b, k], "
+                           "nor one that includes gates, sum_g sum_k value[b, g, k], nor such a maximum")
         (index,) = where.values()
         largest = reduces(body, "Max")
         if not (reduces(body, "Add") or largest) or not self.same(index, self.b):
@@ -327,8 +327,8 @@ class RowReductions(ABC):
                           f"[{', '.join(map(str, where.values()))}]; expected " + (
                               "[b, j]" if at_units else f"[b, j // {size}], or the number of a group"))
         if count > MOST_GROUPS:
-            raise self.fault(f"the reduction {name!r} has {count} groups; {MOST_GROUPS} are the most. Sums of more are "
-                             "a product with heads, of ones")
+            raise self.fault(f"the reduction {name!r} has {count} groups; at most {MOST_GROUPS} are possible. For "
+                             "more, use a product with heads whose weights are ones")
         (row, index), own = where.items(), tirx.floordiv(self.j, tirx.const(size, "int32"))
         if not self.same(row[1], self.b):
             raise fault

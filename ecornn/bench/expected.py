@@ -44,8 +44,8 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
     elif has_formula(cell):
         dx, found, _ = reference_gradients(cell.identity(), x, weights, dy=dy)
     else:
-        raise MissingPackageError(f"torch is not installed, by which the gradients of cell {cell.name!r} are checked: "
-                                  "install ecornn's extra [bench], or pip install torch")
+        raise MissingPackageError(f"torch is not installed, which is needed to check the gradients of cell "
+                                  f"{cell.name!r}: install ecornn's extra [bench], or pip install torch")
     return {"x": dx[::-1] if reverse else dx, **found}
 
 
@@ -67,7 +67,8 @@ def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -
     rows.requires_grad_()
     y = run(rows, parameters)
     if relative_error(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
-        raise CellError(f"cell {cell.name!r}: PyTorch and NumPy, both in float64, do not agree on what its step is")
+        raise CellError(f"cell {cell.name!r}: the step gives different results in PyTorch and in NumPy, both in "
+                        "float64")
     dx, *others = (g.cpu().numpy() for g in torch.autograd.grad(y, [rows, *parameters.values()], above))
     return dx, dict(zip(parameters, others, strict=True))
 

@@ -50,7 +50,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         """The layer, where it is not a module's. Raises what a layer raises, also where a property is missing."""
         for name in ("cell", "hidden"):
             if getattr(self, name) is None:
-                raise ArgumentError(f"--{name}", None, "a value; or give a module's file")
+                raise ArgumentError(f"--{name}", None, "a value, or a module file in its place")
         target = self.target or default_target()
         dtype = self.dtype or usual_dtype("cuda" if target == "cuda" or target.startswith("sm_") else "llvm",
                                           self.precision)
@@ -213,7 +213,7 @@ def read_grid(path: Path) -> Grid:
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Grid)
     except ImportError:  # Python 3.10
-        raise MissingPackageError("tomli is not installed, which a grid in TOML needs with Python 3.10: install "
+        raise MissingPackageError("tomli is not installed, which Python 3.10 needs for a grid in TOML: install "
                                   "ecornn's extra [bench], or pip install tomli") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ArgumentError("--grid", str(path), f"a grid in TOML ({error})") from None
@@ -224,5 +224,6 @@ def selected(layers: Sequence[Layer], only: Sequence[str]) -> list[Layer]:
     found = [layer for layer in layers
              if not only or any(all(word in f"{layer.group} {layer.name}" for word in text.split()) for text in only)]
     if not found:
-        raise ArgumentError("--only", ", ".join(only), "words of the name of a layer; --list shows them")
+        raise ArgumentError("--only", ", ".join(only), "words that occur in the name of a layer; --list shows the "
+                            "names")
     return found

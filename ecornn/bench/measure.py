@@ -75,7 +75,7 @@ def measure(case: Case, plan: Plan) -> Row:
         for name, found in (others | {name: peer(name, subject, weights, rng) for name in against}).items():
             if isinstance(found, str):  # why there is none
                 row.left_out[name] = found
-                plan.told(f"{name} is left out: {found}")
+                plan.told(f"leaving out {name}: {found}")
             else:
                 sides[name] = found
         row.about = {name: side.about for name, side in sides.items()}
@@ -103,7 +103,7 @@ def _own_side(name: str, own: Own, case: Case, subject: Subject, weights: Weight
         return str(error)
     other = replace(subject, module=module, cell=cell)
     if other.work.input != subject.work.input:
-        return f"it reads {other.work.input} values in a row of x, not {subject.work.input}"
+        return f"its input size is {other.work.input}, not {subject.work.input}"
     if own.cell is not None and cell is not None:
         weights = random_weights(cell, other.work, other.stack, rng)
     found, config = ours(other, weights), module.manifest.config
@@ -134,7 +134,7 @@ def _threads(case: Case, kind: str) -> int | None:
     if kind == "llvm":
         return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
     if case.threads is not None:
-        raise ArgumentError("--threads", case.threads, "none on a GPU")
+        raise ArgumentError("--threads", case.threads, "no such option for a GPU")
     return None
 
 
@@ -150,7 +150,7 @@ def _against(plan: Plan, kind: str) -> tuple[str, ...]:
     if plan.against is None:
         found = usual(kind)
         if not found:
-            plan.told("PyTorch is not installed for this device: nothing to compare with")
+            plan.told("nothing to compare with: no PyTorch is installed that supports this device")
         return found
     installed(plan.against, kind)
     return plan.against
@@ -171,7 +171,7 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     """The sides whose results are right; the row has the others."""
     ready: dict[str, Ready] = {}
     for name, side in sides.items():
-        plan.told(f"making {name} ready")
+        plan.told(f"preparing {name}")
         try:
             if subject.training and (peak := subject.machine.peak(side.call)) is not None:
                 row.peak_mib[name] = peak / 2**20
@@ -181,18 +181,18 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
             if name == OURS:
                 raise
             row.left_out[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            plan.told(f"{name} is left out: {row.left_out[name]}")
+            plan.told(f"leaving out {name}: {row.left_out[name]}")
     sides = {name: side for name, side in sides.items() if name not in row.left_out}
     subject.refill()  # so that what a graph wrote when it was captured is nobody's result
     errors: dict[str, dict[str, float]] = {}
     answers: dict[int, Mapping[str, np.ndarray]] = {}
     for name, side in sides.items():
         if side.cell is None:
-            plan.told(f"{name} is not checked: the module does not hold the cell's step; name it with --cell")
+            plan.told(f"{name} is not checked, because the module file does not contain the step; give --cell")
             row.errors[name] = None
             continue
         if id(side.weights) not in answers:
-            plan.told(f"computing what {name} must give, in float64")
+            plan.told(f"computing the expected result of {name} in float64")
             answers[id(side.weights)] = expected(side.subject or subject, side.cell, side.weights)
         errors[name] = errors_of(subject, ready[name].results(), answers[id(side.weights)])
     for name, found in errors.items():
@@ -207,7 +207,7 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
             first = {result: get(value).copy() for result, value in ready[name].results().items()}
             if not all(np.array_equal(first[result], get(value), equal_nan=True)
                        for result, value in ready[name].results().items()):
-                row.wrong[name] = "two runs on one input differ"
+                row.wrong[name] = "two runs with the same input differ"
     return {name: ready[name] for name in sides if name not in row.wrong}
 
 

@@ -38,7 +38,7 @@ def named(text: str) -> tuple[str, ...]:
     if names == (NONE,):
         return ()
     if not PACKAGES.keys() >= {*names}:
-        raise ArgumentError("--against", text, f"{NONE}, or some of {', '.join(PACKAGES)} with commas between them")
+        raise ArgumentError("--against", text, f"{NONE}, or some of {', '.join(PACKAGES)}, separated by commas")
     return names
 
 
@@ -47,10 +47,10 @@ def installed(names: tuple[str, ...], kind: str) -> None:
     for name in names:
         for package in PACKAGES[name]:
             if importlib.util.find_spec(package) is None:
-                raise MissingPackageError(f"{package} is not installed, which --against {name} needs: install "
+                raise MissingPackageError(f"{package} is not installed, but --against {name} needs it: install "
                                           f"ecornn's extra [bench], or pip install {package}")
     if kind == "cuda" and "torch" in {PACKAGES[name][0] for name in names} and not torch_sees_gpu():
-        raise DeviceError("--against", ",".join(names), "a PyTorch that sees the GPU; this one sees none")
+        raise DeviceError("--against", ",".join(names), "a PyTorch that finds the GPU; this one finds none")
 
 
 def usual(kind: str) -> tuple[str, ...]:
@@ -90,8 +90,8 @@ def torch_side(subject: Subject, weights: Weights) -> Side | str:
         return _side("torch", subject, *_loaded(layer, weights, subject.training), weights, subject.cell,
                      f"torch.nn.{TORCH[work.cell][0]}" + ", without cuDNN" * (subject.kind == "cuda"))
     if subject.cell is None:
-        what = f"layer that goes in reverse only: {work.cell}" if stack.reverse else f"cell {work.cell}"
-        return f"PyTorch has no {what}, and the module does not hold the cell's step: name it with --cell"
+        what = f"layer {work.cell} that only runs in reverse" if stack.reverse else f"cell {work.cell}"
+        return f"PyTorch has no {what}, and the module file does not contain the step; give --cell"
     return loop_side("torch", subject, weights)
 
 
@@ -99,25 +99,25 @@ def loop_side(name: str, subject: Subject, weights: Weights) -> Side | str:
     """A loop over the cell's step, whatever layers PyTorch has."""
     work, stack = subject.work, subject.stack
     if subject.cell is None:
-        return "the module does not hold the cell's step: name it with --cell"
+        return "the module file does not contain the step; give --cell"
     loop = StepLoop(subject.cell, work, stack, subject.rows, subject.kind, work.dtype)
     return _side(name, subject, loop, loop.tensors(weights), weights, subject.cell,
-                 "a loop over the step, in operations of PyTorch")
+                 "a loop over the step in PyTorch")
 
 
 def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Generator) -> Side | str:
     """cuDNN's layer through torch.nn, or the nearest with its own weights; ``cudnn-tf32`` may round float32 to TF32."""
     work, stack = subject.work, subject.stack
     if subject.kind != "cuda":
-        return "cuDNN runs on GPUs alone"
+        return "cuDNN only runs on GPUs"
     if stack.reverse:
-        return "cuDNN has no layer that goes in reverse only"
+        return "cuDNN has no layer that only runs in reverse"
     cell, about = subject.cell, "torch.nn.{} through cuDNN"
     if work.cell not in TORCH:
         name = nearest(cell, work)
         if name is None:
-            return f"cuDNN has no cell {work.cell}, and none near it"
-        cell, work, about = get(name), structs.replace(work, cell=name), f"its nearest, {about}: another cell"
+            return f"cuDNN has no cell {work.cell}, and no similar one"
+        cell, work, about = get(name), structs.replace(work, cell=name), f"the most similar cell, {about}"
         weights = random_weights(cell, work, stack, rng)
     return _side(side, subject, *_loaded(layer_of(work, stack, subject.kind), weights, subject.training), weights, cell,
                  about.format(TORCH[work.cell][0]), cudnn=True)
@@ -200,11 +200,11 @@ def onnx_side(subject: Subject, weights: Weights) -> Side | str:
     """The layer as a model; why there is none."""
     work, stack = subject.work, subject.stack
     if subject.kind != "llvm":
-        return "ONNX Runtime is timed on CPUs alone"
+        return "ONNX Runtime is only timed on CPUs"
     if subject.training:
         return "ONNX Runtime has no gradients"
     if work.cell not in OPERATORS or work.dtype != "float32" or stack.reverse:
-        return f"ONNX has no operator for it: one of {', '.join(OPERATORS)} in float32, forward or both ways"
+        return f"ONNX has no operator for it; it has {', '.join(OPERATORS)} in float32, forward or bidirectional"
     run = session(work.cell, weights, work.hidden, stack.layers, stack.bidirectional, subject.threads or 0)
     return Side("onnxruntime", lambda: {"y": run(subject.inputs["x"])}, f"operator {OPERATORS[work.cell][0]}",
                 subject.cell, weights)

@@ -66,7 +66,8 @@ class RowLog:
         """Appends where the rows to come are measured; refuses another device than the file's."""
         known, now = (of.get("gpu") or of.get("device") for of in (self.environment, environment))
         if known and now and known != now:
-            raise ArgumentError("--output", str(self.path), f"a file with rows of {now}; this one has those of {known}")
+            raise ArgumentError("--output", str(self.path), f"a file with results of {now}; this one has results of "
+                                f"{known}")
         self.environment, self.fresh = environment, False
         self._write({"environment": environment})
 
@@ -237,17 +238,18 @@ def shown(row: Row) -> list[str]:
     lines = [f"{', '.join(filter(None, words))} on {row.device}, {row.schedule}"]
     for name in row.about:
         if name in row.wrong:
-            lines.append(f"{name:11} wrong, not timed: {row.wrong[name]}")
+            lines.append(f"{name:11} not timed, its result is wrong: {row.wrong[name]}")
         if name not in row.us_per_step:
             continue
         t, error = row.us_per_step[name], row.errors[name]
         lines.append(f"{name:11} {t.median:10.4g} µs/step  p20 {t.p20:.4g}  p80 {t.p80:.4g}  p95 {t.p95:.4g}  "
-                     f"p99 {t.p99:.4g}  {t.median * row.seq / 1e3:.4g} ms in all, {t.runs} runs, "
+                     f"p99 {t.p99:.4g}  {t.median * row.seq / 1e3:.4g} ms per call, {t.runs} runs, "
                      + (f"error {error:.1e}" if error is not None else "not checked"))
     if row.disturbed:
-        lines.append(f"{row.disturbed} rounds were made again: other processes used the processors")
+        lines.append(f"{row.disturbed} rounds were repeated, because other processes were using the CPU")
     lines += [f"{name} ({row.about[name]}) takes {compared(row, name)}" for name in row.ratios]
-    lines += [f"{name} took {before:.4g} µs/step then, {row.us_per_step[name].median / before:.2f} times as long now"
+    lines += [f"{name} took {before:.4g} µs/step before, and takes {row.us_per_step[name].median / before:.2f} times "
+              "as long now"
               for name, before in row.earlier.items() if name in row.us_per_step]
     return lines
 

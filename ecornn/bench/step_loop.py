@@ -71,8 +71,8 @@ def torch_step(cell: Cell, input: int, hidden: int, batch: int) -> TorchStep:
 class _Writer(Step):
     """Writes the lines. A value is a tensor of the program, or an array that is known before anything runs."""
 
-    NOTHING = "PyTorch has nothing for"
-    UNKNOWN = "for which no operation of PyTorch is known here"
+    NOTHING = "no PyTorch operation is known for"
+    UNKNOWN = "for which no PyTorch operation is known"
 
     def __init__(self, cell: Cell, x: Shape, state: Shape) -> None:
         super().__init__(cell, x, state)
@@ -225,7 +225,7 @@ class _Writer(Step):
     def load(self, source: Value, indices: Sequence[Value], axes: int) -> Value:
         at = [i for i in indices if isinstance(i, np.ndarray)]
         if len(at) < len(indices):
-            raise CellError("the cell reads a tensor at a place that it computes, for which PyTorch has nothing here")
+            raise CellError("the cell reads a tensor at a computed index, for which no PyTorch operation is known")
         if isinstance(source, np.ndarray):
             return super().load(source, at, axes)
         along = [[n for n, size in enumerate(i.shape) if size > 1] for i in at]

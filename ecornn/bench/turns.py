@@ -264,7 +264,8 @@ class Subject:
 
     def __post_init__(self) -> None:
         if self.rows > self.work.batch:
-            raise ArgumentError("--batch", self.rows, f"at most {self.work.batch}, what the module was compiled for")
+            raise ArgumentError("--batch", self.rows, f"at most {self.work.batch}, the batch that the module was "
+                                "compiled for")
         if self.training and self.stack.keep is None:
             raise ArgumentError("--training", True, "a module that was compiled with --training")
         self.refill()

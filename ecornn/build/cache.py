@@ -114,7 +114,8 @@ def _alone(root: Path, lock_name: str, made: Callable[[], bool]) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # nothing can be kept there
             (root / "locks").mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(root / "locks" / lock_name, LIMIT, "compiling here what it compiles", made))
+            stack.enter_context(held(root / "locks" / lock_name, LIMIT, "this process then compiles the same code "
+                                     "itself", made))
         yield
 
 

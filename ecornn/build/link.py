@@ -36,7 +36,7 @@ def link(generated: Generated, out: Path) -> None:
     compiler = find_compiler()
     out = Path(out).absolute()  # the compiler runs in a folder of its own
     if out.exists() and not out.is_file():
-        raise BuildError(f"{out} is no regular file: it would be lost if a module took its place")
+        raise BuildError(f"{out} is not a regular file, and ecornn does not overwrite it; choose another name")
     out.parent.mkdir(parents=True, exist_ok=True)
     if generated.program is None:
         content = _linked(compiler, objects_of(compiler, generated), generated.binaries, generated.functions)
@@ -194,7 +194,7 @@ def find_compiler() -> list[str]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
     if chosen:
-        raise BuildError(f"CXX={os.environ['CXX']!r}, but there is no {chosen[0]!r}")
+        raise BuildError(f"CXX={os.environ['CXX']!r}, but {chosen[0]!r} was not found")
     raise BuildError(f"no C++ compiler (looked for {', '.join(COMPILERS)}); install g++ or clang, "
                      "for example 'apt install g++', or set CXX")
 

@@ -89,14 +89,14 @@ def _module(functions: Mapping[str, PrimFunc], device: Device) -> Module:
 
     triple = f"{machine_of(device)}-linux-gnu"
     if not known(device.arch, triple):
-        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r} of {triple}, or "
-                         "it has no 64 bits")
+        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know a 64-bit CPU {device.arch!r} of "
+                         f"{triple}")
     # A hypervisor may hide what the CPU's name promises. What is named comes last: a feature goes with those that it
     # needs, and schedules go by those that are named.
     hidden = promised(device.arch, triple) - set(device.features)
     attributes = [f"-{name}" for name in sorted(hidden)] + [f"+{name}" for name in device.features]
     if strange := sorted(set(device.features) - used(device.arch, triple, attributes)):
-        raise BuildError(f"features of {device.arch!r} that LLVM does not know for {triple}: {', '.join(strange)}")
+        raise BuildError(f"LLVM does not know these features of {device.arch!r} for {triple}: {', '.join(strange)}")
     target = Target({"kind": "llvm", "mcpu": device.arch, "mtriple": triple, "mattr": attributes})
     passes = tirx.transform
     # TVM's default pipeline would move local buffers, here registers, to memory of its runtime; common

@@ -66,8 +66,8 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
     """All that is linked."""
     device = manifest.device
     if device.kind == "llvm" and (machine := machine_of(device)) != os.uname().machine:
-        raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
-                         "the object file of its code with --emit object")
+        raise BuildError(f"a module for {device.arch} must be linked on an {machine} machine: compile it there, or "
+                         "write its object file with --emit object")
     generated = generate(program, device, apart=True)
     own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
     return replace(generated, binaries={**own, **generated.binaries}, shared={**generated.shared, **c_tables.sources()},
@@ -137,11 +137,12 @@ def name_of(out: Path) -> str:
     :class:`~ecornn.errors.ArgumentError` where that is none of a function."""
     name = out.stem.removeprefix("lib")
     if out.suffix != ".a" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
-        raise ArgumentError("--emit-to", str(out), "a name of letters, digits and _ that ends with .a, as lstm64.a")
+        raise ArgumentError("--emit-to", str(out), "a name of letters, digits and _ that ends with .a, such as "
+                            "lstm64.a")
     return name
 
 
 def _tool(name: str) -> str:
     if path := shutil.which(name):
         return path
-    raise BuildError(f"no {name}; install binutils, for example 'apt install binutils'")
+    raise BuildError(f"{name} was not found; install binutils, for example 'apt install binutils'")

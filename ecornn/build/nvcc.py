@@ -95,9 +95,9 @@ def chosen_nvcc() -> str | None:
         raise ArgumentError(ENVIRONMENT, choice, "'nvcc', 'nvrtc' or nothing")
     nvcc = find_nvcc() if choice != "nvrtc" else None
     if choice == "nvcc" and not nvcc:
-        raise BuildError(f"{ENVIRONMENT}=nvcc, but there is no nvcc; {INSTALL}")
+        raise BuildError(f"{ENVIRONMENT}=nvcc, but nvcc was not found; {INSTALL}")
     if not nvcc and not nvrtc.available():
-        raise BuildError(f"no CUDA compiler; {INSTALL}")
+        raise BuildError(f"no CUDA compiler was found; {INSTALL}")
     return nvcc
 
 

@@ -154,8 +154,8 @@ def learned_shapes(cell: Cell, input: int, hidden: int) -> dict[str, Shape]:
         raise _failed(cell, type(cell).learned, f"learned() failed: {type(error).__name__}: {error}") from error
     for name, shape in shapes.items():
         if len(shape) not in (2, 3) or not all(isinstance(n, int) and n >= 1 for n in shape):
-            raise _failed(cell, type(cell).learned, f"learned() gives {name!r} the shape {shape}; expected two axes or "
-                            "three, of any sizes, such as (1, H), (1, 1) or (1, H, rank)")
+            raise _failed(cell, type(cell).learned, f"learned() gives {name!r} the shape {shape}; expected two or "
+                          "three axes, such as (1, H), (1, 1) or (1, H, rank)")
     return shapes
 
 
@@ -176,13 +176,13 @@ def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int)
     except Exception as error:  # the user's own code raises what it likes
         raise _failed(cell, made_by, f"derived() failed: {type(error).__name__}: {error}") from error
     if missing := [name for name in wanted if name not in values]:
-        raise _failed(cell, made_by, f"derived() does not make {', '.join(missing)}, and learned() does not have it")
+        raise _failed(cell, made_by, f"derived() does not return {', '.join(missing)}, nor does learned()")
     parameters = {}
     for name, shape in wanted.items():
         has = tuple(values[name].shape)
         if len(has) != len(shape) or any(n not in (1, m) for n, m in zip(has, shape, strict=True)):
-            raise _failed(cell, made_by, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place "
-                          "of an axis along which all are the same")
+            raise _failed(cell, made_by, f"derived() returns {name!r} with shape {has}; expected {shape}; an axis "
+                          "along which all values are equal may be 1")
         parameters[name] = values[name] if has == shape else xp.broadcast_to(values[name], shape)
     return parameters
 
@@ -213,8 +213,8 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
                 key = cell.parameter_name(name, layer, second)
                 if key not in left or tuple(left[key].shape) != flat_shape(shape):
                     has = tuple(left[key].shape) if key in left else "missing"
-                    raise WeightsError(f"weights[{key!r}]: {has}; expected {flat_shape(shape)} of I={input} and "
-                                       f"H={hidden}; given are {', '.join(weights) or 'none'}")
+                    raise WeightsError(f"weights[{key!r}]: {has}; expected {flat_shape(shape)} for I={input} and "
+                                       f"H={hidden}; the given names are {', '.join(weights) or 'none'}")
                 learned[name] = left.pop(key).reshape(shape)
             for name, value in parameters_of(cell, learned, width, hidden).items():
                 bound[cell.parameter_name(name, layer, second)] = value.reshape(flat_shape(tuple(value.shape)))
@@ -268,7 +268,7 @@ def product(source: Tensor, weight: Tensor, gates: Sequence[int] | int | None = 
     if not isinstance(chosen, Sequence) or not all(isinstance(g, int) for g in chosen):
         raise CellError(f"product(..., gates={gates!r}): gates must be an integer, or a sequence of integers")
     if not (count := len(chosen)):
-        raise CellError("product(..., gates=[]): there must be one gate at least")
+        raise CellError("product(..., gates=[]): at least one gate is needed")
     first = chosen[0]
     if list(chosen) != list(range(first, first + count)):
         raise CellError(f"product(..., gates={list(chosen)}): gates must be consecutive")
@@ -282,10 +282,10 @@ def _head_size(source: Tensor, weight: Tensor, heads: int) -> Any:
         return source.shape[1]
     shape, width, name = tuple(int(s) for s in weight.shape), int(source.shape[1]), weight.op.name
     if not isinstance(heads, int) or heads < 1:
-        raise CellError(f"product(..., {name}, heads={heads!r}): heads must be an integer, 1 at least")
+        raise CellError(f"product(..., {name}, heads={heads!r}): heads must be an integer of at least 1")
     if shape[1] != width:
-        raise CellError(f"product({source.op.name}, {name}, heads={heads}): heads are of products of H = {shape[1]} "
-                        f"values, {source.op.name} has {width}")
+        raise CellError(f"product({source.op.name}, {name}, heads={heads}): only products of H = {shape[1]} values can "
+                        f"have heads; {source.op.name} has {width}")
     if width % heads or len(shape) != 3 or shape[2] != width // heads:
         raise CellError(f"product(..., {name}, heads={heads}): H = {width} must be a multiple of heads, and {name} "
                         f"(G, H, H / heads); it is {shape}")
@@ -303,8 +303,8 @@ def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Ten
         values = function(b, j)
         for one in values if isinstance(values, (tuple, list)) else (values,):
             if not isinstance(one, (Expr, TensorSlice, int, float)):  # TVM does not survive None
-                raise CellError(f"pointwise(function, ...): function(b, j) returned {one!r}; expected a value such as "
-                                "h[b, j], or several, and floats")
+                raise CellError(f"pointwise(function, ...): function(b, j) returned {one!r}; expected one or several "
+                                "values, such as h[b, j] or floats")
         return values
 
     return te.compute(like.shape, value, name=name or "pointwise")
@@ -353,8 +353,8 @@ def softmax(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
     from ecornn.analysis.declared import SHIFT
 
     if len(source.shape) != 2:
-        raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product with one gate's "
-                        f"number, not one with {len(source.shape)} axes")
+        raise CellError(f"softmax({source.op.name}): expected a tensor (B, H), such as a product of one gate; it "
+                        f"has {len(source.shape)} axes")
     name = name or f"{source.op.name}_softmax"
     shift = _reduced(source, te.max, lambda value: value, f"{name}_shift", groups, {SHIFT: 1})
     power = te.compute(source.shape, lambda *at: te.exp(source[at] - _own(shift, at)), name=f"{name}_exp")
@@ -392,7 +392,7 @@ def _reduced(source: Tensor, reduction: Callable[..., Expr], function: Callable[
 
     *gates, hidden = (int(extent) for extent in source.shape[1:])
     if not isinstance(groups, int) or groups < 1 or hidden % groups:
-        raise CellError(f"{name}: groups={groups!r} must be an integer of which H = {hidden} is a multiple")
+        raise CellError(f"{name}: groups={groups!r} must be an integer that divides H = {hidden}")
     own = hidden // groups
     axes = [te.reduce_axis((0, extent), "k") for extent in (*gates, own)]
 

@@ -33,7 +33,7 @@ def load_cell(spec: str) -> Cell:
     cell: Any = load_module(where, spec)
     for part in name.split("."):
         if not hasattr(cell, part):
-            raise ArgumentError("cell", spec, f"a name that {where} defines; it has no {part!r}")
+            raise ArgumentError("cell", spec, f"a name that {where} defines; it does not define {part!r}")
         cell = getattr(cell, part)
     if inspect.isclass(cell) and issubclass(cell, Cell):
         try:
@@ -53,7 +53,7 @@ def load_module(where: str, spec: str) -> Any:
             return importlib.import_module(where)
         path = Path(where).resolve()
         if not path.is_file():
-            raise ArgumentError("cell", spec, f"a file that exists; there is no {path}")
+            raise ArgumentError("cell", spec, f"an existing file; {path} does not exist")
         name = f"ecornn_cell_{path.stem}"
         loader = importlib.util.spec_from_file_location(name, path)
         assert loader is not None and loader.loader is not None

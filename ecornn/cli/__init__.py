@@ -17,13 +17,13 @@ __all__ = ["compile", "main", "tune"]
 
 EPILOG = """\b
 A first session:
-  ecornn doctor                            what this machine can do
-  ecornn tune --cell lstm --hidden 800     search; prints the next command
+  ecornn doctor                            shows what this machine can do
+  ecornn tune --cell lstm --hidden 800     finds the fastest schedule
   ecornn compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
-  ecornn explain --cell lstm --hidden 800  why that, and what to expect
-  ecornn bench lstm800.so                  against PyTorch, if installed
-  ecornn report                            what was tuned, as a page
-  ecornn check-cell mine.py:Mine           what serves a cell of your own
+  ecornn explain --cell lstm --hidden 800  explains what was compiled
+  ecornn bench lstm800.so                  times it against PyTorch
+  ecornn report                            writes a page of your searches
+  ecornn check-cell mine.py:Mine           checks a cell of your own
 """
 
 

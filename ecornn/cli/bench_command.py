@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec import structs, to_builtins
 
-from ecornn.cli.common import PATH, PROPERTIES, TARGET, as_json, every, told_aloud, with_json
+from ecornn.cli.common import PATH, PROPERTIES, TARGET, GroupedCommand, as_json, every, told_aloud, with_json
 from ecornn.errors import ArgumentError, EcornnError, MissingPackageError
 from ecornn.interrupts import ENDING, safe_interrupts
 
@@ -42,57 +42,59 @@ A grid has the options' names in its first line:
   gru,768,1,100
 
 \b
-Exit code 1: our result is wrong, or a layer of a
-grid failed; 130: stopped, what was done is printed.
+Exit code 1: ecornn's result is wrong, or a layer
+of a grid failed. 130: you stopped the command; the
+finished layers are printed.
 """
 CHANGED: dict[str, dict[str, Any]] = {
-    "batch": {"default": None, "show_default": False, "help": "B.  [default: 20, or the module's]"},
-    "seq": {"default": None, "show_default": False, "help": "T.  [default: 300, or the module's]"},
-    "training": {"help": "Time forward and backward, with the gradients of x and all weights."}}
+    "batch": {"default": None, "show_default": False, "help": "Batch size B.  [default: 20, or the module's]"},
+    "seq": {"default": None, "show_default": False, "help": "Sequence length T.  [default: 300, or the module's]"},
+    "training": {"help": "Time the forward and backward passes, with the gradients of x and of all weights."}}
 OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's file leaves open
 
 
-@click.command(epilog=EPILOG)
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("module", required=False, type=PATH)
 @every([click.option(f"--{name}", **settings | CHANGED.get(name, {})) for name, settings in PROPERTIES.items()
         if name not in ("lengths", "resets", "sequences")])
 @TARGET
-@click.option("--threads", type=click.IntRange(1, 1024), help="Of every side, on a CPU.  [default: the physical cores]")
-@click.option("--against", metavar="SIDE,...", help=(
-    "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
-    "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
-    "GPU, torch on a CPU, if PyTorch is installed]"))
+@click.option("--threads", type=click.IntRange(1, 1024), metavar="N",
+              help="Number of CPU threads of each library.  [default: the physical cores]")
+@click.option("--against", metavar="LIBRARY,...", help=(
+    "Libraries to compare with: cudnn, torch, onnxruntime, or none. torch is the layer of torch.nn, without cuDNN; "
+    "for a cell that torch.nn lacks it is a loop over the step, and cudnn is the nearest cell of cuDNN.  [default: "
+    "cudnn on a GPU, torch on a CPU, if PyTorch is installed]"))
 @click.option("--grid", type=PATH, metavar="FILE",
-              help="Many layers: CSV, or a JSON list of objects, with the options' names, or TOML, which has lists of "
-                   "values, and sides of ours that are compiled otherwise. What a line leaves open the options say.")
+              help="Time the layers of this file: CSV or a JSON list of objects with the names of these options, or "
+                   "TOML, which may have lists of values and variants of ecornn. The options set what a layer omits.")
 @click.option("--only", multiple=True, metavar="WORDS",
-              help="Layers of the grid with all of these words in their name; may repeat.")
-@click.option("--list", "listed", is_flag=True, help="Say the grid's layers, measure nothing.")
-@click.option("--output", type=PATH, metavar="FILE.jsonl", help="Append each layer's row to this file; those that it "
-              "has are not measured again, so that the same command goes on where it was stopped.")
-@click.option("--jobs", type=click.IntRange(0, 1024), default=0, show_default=True,
-              help="Layers of the grid that are compiled at a time, ahead, in processes; they are then measured in a "
-                   "process of their own, which is replaced where one hangs. 0: all in this process.")
-@click.option("--longest", type=click.FloatRange(min=1), default=120.0, show_default=True,
-              help="With --jobs: seconds after which a layer has failed.")
-@click.option("--reproduce", metavar="FILE[:N]",
-              help="The N-th row of results, of --json or --csv, again, and beside it.")
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
-              help="Of timing each side, about; a few runs at least.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and inputs.")
-@click.option("--csv", type=PATH, metavar="FILE",
-              help="Also write a line for each layer to this file, as they are done.")
+              help="Time only the layers of the grid whose name has all of these words. May be repeated.")
+@click.option("--list", "listed", is_flag=True, help="List the layers of the grid, and time nothing.")
+@click.option("--output", type=PATH, metavar="FILE.jsonl", help="Append the result of each layer to this file. Layers "
+              "that it already has are skipped, so that the same command continues a stopped run.")
+@click.option("--jobs", type=click.IntRange(0, 1024), metavar="N", default=0, show_default=True,
+              help="Compile N layers of the grid at a time, in processes, and time them in another process, which is "
+                   "replaced if a layer hangs. With 0 all is done in this process.")
+@click.option("--longest", type=click.FloatRange(min=1), metavar="SECONDS", default=120.0, show_default=True,
+              help="With --jobs, the time after which a layer counts as failed.")
+@click.option("--reproduce", metavar="FILE[:N]", help="Time row N of this file of results (--json or --csv) again, and "
+              "compare with the earlier times.")
+@click.option("--seconds", type=click.FloatRange(min=0.01), metavar="SECONDS", default=2.0, show_default=True,
+              help="Approximate time for timing each library; a few runs are always made.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True,
+              help="Seed of the weights and inputs.")
+@click.option("--csv", type=PATH, metavar="FILE", help="Also write a line for each layer to this file.")
 @with_json
 @safe_interrupts(*ENDING)
 def bench(module: Path | None, target: str | None, threads: int | None, against: str | None, grid: Path | None,
           only: tuple[str, ...], listed: bool, output: Path | None, jobs: int, longest: float, reproduce: str | None,
           seconds: float, seed: int, csv: Path | None, json: bool, **layer: Any) -> None:
-    """Times a layer, or a module's file, against other libraries.
+    """Times a layer, or a module file, against other libraries.
 
-    The layer is compiled with the best tuning records that apply. All sides get the same random weights and inputs.
-    Each one's output, or gradients, are held against float64 first: what is wrong is not timed. Then sides take turns,
-    after a warm-up, on inputs that are new in each; on a GPU as CUDA graphs. Times are microseconds a step: the median
-    and percentiles of whole calls, divided by T."""
+    The layer is compiled with the best tuning records that apply. All libraries get the same random weights and inputs.
+    Their outputs or gradients are first compared with float64; wrong ones are not timed. After a warm-up the libraries
+    take turns, with new inputs in each turn; on a GPU they run as CUDA graphs. Times are microseconds per step: the
+    median and percentiles of whole calls, divided by T."""
     from ecornn.bench.grid import selected
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
@@ -101,7 +103,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
              if value not in (None, False)}
     if reproduce is not None and (given or module is not None or grid is not None):
-        raise ArgumentError("--reproduce", reproduce, "nothing beside it that says what is timed: its row does")
+        raise ArgumentError("--reproduce", reproduce, "no options that describe a layer, since its row does")
     earlier: Earlier | None = read_row(reproduce) if reproduce is not None else None
     calls, layers = asked(module, grid, earlier, given)
     if only:
@@ -111,7 +113,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
         return
     log = RowLog(output) if output is not None else None
     if log is not None and (known := [layer for layer in layers if log.has(layer.name)]):
-        click.echo(f"{len(known)} of {len(layers)} layers are in {output} already", err=True)
+        click.echo(f"skipping {len(known)} of {len(layers)} layers, which are already in {output}", err=True)
         layers = [layer for layer in layers if layer not in known]
     sides = named(against) if against is not None else earlier.against if earlier is not None else None
     rows: list[Row] = []
@@ -131,7 +133,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
         except KeyboardInterrupt:
             stopped = True
     if stopped:
-        click.echo(f"stopped: {len(rows)} of {len(layers)} layers were done", err=True)
+        click.echo(f"stopped after {len(rows)} of {len(layers)} layers", err=True)
     if json:
         whole = {"environment": environment(rows[0] if rows else None)}
         as_json(whole | ({"rows": rows} if grid is not None or not rows else to_builtins(rows[0])))
@@ -152,14 +154,14 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
         cases = [earlier.case]
     elif grid is not None:
         if module is not None:
-            raise ArgumentError("--grid", str(grid), "none beside a module's file")
+            raise ArgumentError("--grid", str(grid), "either a grid or a module file")
         if grid.suffix == ".toml":
             read = read_grid(grid)
             return read.calls, [structs.replace(layer, case=whole(layer.case)) for layer in read.expanded(str(grid))]
         cases = [whole(case) for case in read_cases(grid)]
     else:
         if module is not None and (beside := [name for name in given if name not in OF_CALL]):
-            raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
+            raise ArgumentError(f"--{beside[0]}", given[beside[0]], "no such option with a module file, which sets it")
         cases = [Case(**given, module=str(module) if module is not None else None)]
     return 1, [Layer(name=name_of(case), case=case) for case in cases]
 
@@ -179,7 +181,7 @@ def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int
                 for what in ("device", "schedule"):
                     then, now = getattr(earlier, what), getattr(row, what)
                     if then != now:
-                        click.echo(f"the {what} was {then} then, and is {now} now", err=True)
+                        click.echo(f"note: the {what} is now {now}; in the earlier result it was {then}", err=True)
             yield row
 
 

@@ -146,7 +146,7 @@ class Checks:
         gradients = self.derived(given, upstream)
         self.derivable = True
         if fault := adjoint_oracle.disagreement(self.cell, given, upstream, gradients, np.random.default_rng(1)):
-            return Outcome(WRONG, why=f"the derived gradient {fault} is not the slope of the te step")
+            return Outcome(WRONG, why=f"the derived gradient {fault} differs from finite differences of the te step")
         return Outcome(RIGHT)
 
     def on_cpu(self, device: Device) -> Iterator[Row]:
@@ -229,8 +229,8 @@ def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
     worst = 0.0
     for result, wanted in pairs:
         if not np.isfinite(wanted).all():
-            raise CellError("from random states the te step has values in float64 that are not finite: name states "
-                            "that are never below 0 in `nonnegative`")
+            raise CellError("with random states the te step gives values that are not finite in float64. If a state "
+                            "is never below 0, name it in the cell's attribute `nonnegative`")
         worst = max(worst, oracle.relative_error(result, wanted, max(least, 1e-30)))
     if worst <= limit:
         return Outcome(RIGHT, worst, limit)

@@ -23,29 +23,30 @@ Examples:
 
 \b
 What the columns say:
-  right   built, run, and within its limit of the te step in NumPy float64
-  wrong   beyond it: a fault of ecornn, or of an operator that jumps
+  right   compiled, run, and close enough to the te step in NumPy float64
+  wrong   beyond it: a fault of ecornn, or an operator that is not continuous
   yes     the schedule serves the cell, and its CUDA code was generated
-  no      it does not; the reason is below the table
-  fails   an error that nobody foresaw
-Exits with 1 where a step cannot be analysed, or anything is wrong or fails.
+  no      the schedule does not serve the cell; the table's notes say why
+  fails   an unexpected error
+Exits with 1 if the step cannot be analysed, or anything is wrong or fails.
 """
 WIDTH = 80
 
 
 @click.command("check-cell", epilog=EPILOG)
 @click.argument("cell", metavar="FILE.py:NAME")
-@click.option("--hidden", type=SIZE, default=64, show_default=True, help="Hidden size H of what is tried.")
-@click.option("--input", type=SIZE, help="Input size I.  [default: less than H; H where the cell reads x at each unit]")
-@click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch B.")
+@click.option("--hidden", type=SIZE, default=64, show_default=True, help="Hidden size H to try.")
+@click.option("--input", type=SIZE, help="Input size I to try.  [default: less than H, or H if each unit reads its own "
+              "value of x]")
+@click.option("--batch", type=SIZE, default=4, show_default=True, help="Batch size B to try.")
 @click.option("--target", "targets", multiple=True, metavar="cpu|ARCH", default=("cpu", "sm_90a"), show_default=True,
               help="This CPU, or a GPU's architecture, which needs no GPU. May be repeated.")
 @with_json
 def check_cell(cell: str, hidden: int, input: int | None, batch: int, targets: tuple[str, ...], json: bool) -> None:
-    """Tries a cell with every schedule and type, at a small size, and says what serves it and why the rest does not.
+    """Tries a cell with every schedule and data type, at a small size, and says which serve it, and why others do not.
 
-    Whether its step can be analysed and differentiated, whether a CPU's result and gradients are those of the step
-    carried out in NumPy float64, and what a GPU has code for. It takes about twenty seconds, and no GPU."""
+    It checks that the step can be analysed and differentiated, compares a CPU's results and gradients with those of
+    NumPy in float64, and generates code for a GPU. It takes about twenty seconds, and needs no GPU."""
     from ecornn.cli.cell_checks import check_cell as checked
 
     load_tvm()
@@ -79,8 +80,8 @@ def table(report: Report) -> str:
     if report.analysis.result == "yes":
         lines[-1] += f", {report.exchanges} exchange{'s' * (report.exchanges != 1)} between units a step"
         if report.wide.result != "yes":
-            lines.append(f"  with I unlike H: {word(report.wide)}")
-    lines.append(f"its derived gradients agree with differences: {word(report.derivative)}")
+            lines.append(f"  with I other than H: {word(report.wide)}")
+    lines.append(f"the derived gradients agree with finite differences: {word(report.derivative)}")
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for row in report.rows:
         key = row.device, row.schedule, word(row.forward), word(row.gradients)

@@ -65,7 +65,8 @@ def plain_errors(function: F) -> F:
 
 @contextlib.contextmanager
 def said_while(what: str) -> Iterator[Callable[[str], None]]:
-    """Says every few seconds, on stderr, ``what`` goes on, or what was told last; a terminal is told at once, too."""
+    """Says every few seconds, on stderr, that ``what`` continues, or what was told last, which a terminal shows at
+    once."""
     now = what
 
     def told(text: str) -> None:
@@ -104,7 +105,10 @@ def load_tvm() -> None:
         import_tvm()
 
 
-JSON = click.option("--json", is_flag=True, help="The result as JSON on standard output; keys only ever get more.")
+JSON = click.option("--json", is_flag=True, help="Print the result as JSON on standard output. Later versions may add "
+                    "keys; they remove none.")
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Show the values of the schedule's knobs; with `compile` "
+                       "and `explain` also the records that were skipped.")
 
 
 def with_json(function: F) -> F:
@@ -119,39 +123,50 @@ def as_json(value: Any) -> None:
 # The properties of a layer as options, by the names that LayerSpec has for them, in the order of the help texts.
 PROPERTIES: dict[str, dict[str, Any]] = {
     "cell": {"metavar": "NAME|FILE.py:NAME",
-             "help": "lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn, slstm; with options, as in "
-                     "'lstm(peepholes,clip=3)'; or your own cell."},
-    "hidden": {"type": SIZE, "help": "Hidden size H."},
-    "input": {"type": SIZE, "help": "Input size I.  [default: H]"},
-    "batch": {"type": SIZE, "default": BATCH, "show_default": True, "help": "Largest batch B to serve."},
-    "seq": {"type": SIZE, "default": SEQ, "show_default": True,
-            "help": "Sequence length T to expect; every T is served."},
+             "help": "The cell: lstm, gru, gru_reset_before, rnn_tanh, rnn_relu, indrnn or slstm; one of these with "
+                     "options, such as 'lstm(peepholes,clip=3)'; or a cell of your own."},
+    "hidden": {"type": SIZE, "metavar": "N", "help": "Hidden size H."},
+    "input": {"type": SIZE, "metavar": "N", "help": "Input size I.  [default: H]"},
+    "batch": {"type": SIZE, "metavar": "N", "default": BATCH, "show_default": True,
+              "help": "Largest batch size B to serve."},
+    "seq": {"type": SIZE, "metavar": "N", "default": SEQ, "show_default": True,
+            "help": "Expected sequence length T. Every other length is served, too."},
     "dtype": {"type": click.Choice(DTYPES),
-              "help": "[default: bfloat16 on a GPU, float32 with --precision or on a CPU]"},
+              "help": "Data type of the layer.  [default: bfloat16 on a GPU; float32 on a CPU or with --precision]"},
     "weights": {"type": click.Choice(WEIGHTS),
-                "help": "Round matrices of weights. On a CPU: int21, relative error about 1e-6, int16, 2e-5, bfloat16, "
-                        "2e-3, or int8, 1e-2, which needs VNNI. On a GPU, recurrent ones of 16-bit layers: int8, "
-                        "relative error 1e-3.  [default: as --dtype]"},
+                "help": "Round the weight matrices to this type. On a CPU the relative error is about 1e-6 with int21, "
+                        "2e-5 with int16, 2e-3 with bfloat16 and 1e-2 with int8, which needs VNNI. On a GPU only "
+                        "the recurrent weights of 16-bit layers can be int8; the error is 1e-3.  [default: --dtype]"},
     "precision": {"type": click.Choice(PRECISIONS),
-                  "help": "Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of "
-                          "mantissa (relative error 3e-4 to 5e-4).  [default: exact]"},
-    "layers": {"type": click.IntRange(1, 1024),
-               "help": "Layers L of the stack; y of one is x of the next.  [default: 1]"},
-    "bidirectional": {"is_flag": True, "help": "Every layer goes both ways; y is (T, B, 2 H)."},
-    "reverse": {"is_flag": True, "help": "Goes from the end of each row to its start only."},
-    "lengths": {"is_flag": True, "help": "Calls may give each row's length."},
-    "resets": {"is_flag": True, "help": "Calls may give a mask of the steps where a row starts anew."},
-    "sequences": {"is_flag": True, "help": "Calls may lay many sequences end to end in columns (GPU)."},
-    "training": {"is_flag": True, "help": "The module has gradients, too: Layer.forward and Layer.backward."},
+                  "help": "Precision of float32 products on a GPU: exact, or tf32, which rounds the factors to 10 bits "
+                          "of mantissa (relative error 3e-4 to 5e-4).  [default: exact]"},
+    "layers": {"type": click.IntRange(1, 1024), "metavar": "N",
+               "help": "Number L of layers in the stack; each reads the output of the one before it.  [default: 1]"},
+    "bidirectional": {"is_flag": True, "help": "Run every layer in both directions; y has the shape (T, B, 2 H)."},
+    "reverse": {"is_flag": True, "help": "Run from the end of each sequence to its start only."},
+    "lengths": {"is_flag": True, "help": "Calls may pass the length of each sequence."},
+    "resets": {"is_flag": True, "help": "Calls may pass a mask of the steps at which a sequence starts anew."},
+    "sequences": {"is_flag": True, "help": "Calls may put many sequences end to end into a column of the batch (GPU "
+                  "only)."},
+    "training": {"is_flag": True, "help": "Compile the gradients, too, for Layer.forward and Layer.backward."},
     "keep": {"type": click.Choice(KEEPS),
-             "help": "With --training: what forward keeps for backward; gates take more memory, and less time "
-                     "than states.  [default: gates, up to 1 GiB; else states]"},
+             "help": "With --training, what the forward pass keeps for the backward pass. Keeping gates takes more "
+                     "memory and less time.  [default: gates up to 1 GiB, else states]"},
 }
 
 TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
-    "The GPU at hand, this CPU, a GPU's architecture such as sm_90a, or LLVM's name of a CPU such as neoverse-v1; to "
-    "tune or time, one that is in this machine or, to tune, behind --tracker.  [default: cuda if there is a GPU, "
-    "else cpu]"))
+    "The device: this machine's GPU (cuda) or CPU (cpu), a GPU architecture such as sm_90a, or LLVM's name of a CPU, "
+    "such as neoverse-v1. A device to measure on must be in this machine; `ecornn tune` also takes one behind "
+    "--tracker.  [default: cuda if there is a GPU, else cpu]"))
+
+# The headings of help texts, in their order, with the options that stand below each.
+GROUPS = {"Layer": "cell hidden input batch seq dtype layers bidirectional reverse training lengths resets sequences "
+                   "node weights_from prefix workloads",
+          "Search": "trials time_limit early_stop resume",
+          "Comparison": "against seconds grid only listed reproduce",
+          "Output": "output emit emit_to embed csv json verbose",
+          "Machine": "target threads jobs tracker key allow_remote",
+          "Advanced": "weights precision keep schedule config overlap timeout longest seed torch"}
 
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
@@ -161,7 +176,8 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
         if name in Workload.__struct_fields__:
             more: dict[str, Any] = {"required": required and name in ("cell", "hidden")}
             if many:
-                more |= {"multiple": True, "help": settings["help"] + "  May be repeated."}
+                text, gap, default = settings["help"].partition("  [")
+                more |= {"multiple": True, "help": f"{text} May be repeated.{gap}{default}"}
                 more |= {"default": (settings["default"],)} if "default" in settings else {}
             options.append(click.option(f"--{name}", **settings | more))
     return every([*options, TARGET] if target else options)
@@ -201,6 +217,20 @@ class Formatter(click.HelpFormatter):
 
 class Context(click.Context):
     formatter_class = Formatter
+
+
+class GroupedCommand(click.Command):
+    """A command of many options, which its help shows below the headings of :data:`GROUPS`."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {option.name: record for option in self.get_params(ctx)
+                   if isinstance(option, click.Option) and (record := option.get_help_record(ctx))}
+        groups = {heading: [records.pop(name) for name in names.split() if name in records]
+                  for heading, names in GROUPS.items()}
+        for heading, rows in (groups | {"Other": [*records.values()]}).items():
+            if rows:
+                with formatter.section(f"{heading} options"):
+                    formatter.write_dl(rows)
 
 
 class Commands(click.Group):

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import PATH, PROPERTIES, SIZE, as_json, every, layer_options, load_tvm, said_while, with_json
+from ecornn.cli.common import (
+    PATH,
+    PROPERTIES,
+    SIZE,
+    VERBOSE,
+    GroupedCommand,
+    as_json,
+    every,
+    layer_options,
+    load_tvm,
+    said_while,
+    with_json,
+)
 from ecornn.compiler import LayerPlan, build, build_archive, generate, plan_layer
 from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError
@@ -50,7 +62,7 @@ class Asked:
         stated, bound = layer_of(self.model, self.node, self.weights_from, self.prefix)
         for name, value in stated.items():
             if given.get(name, value) != value:
-                raise ArgumentError(f"--{name}", given[name], f"{value}, as {self.model or self.weights_from} says")
+                raise ArgumentError(f"--{name}", given[name], f"{value}, as in {self.model or self.weights_from}")
         layer = given | stated
         for name, other in (("cell", "MODEL.onnx"), ("hidden", "--weights-from FILE, or MODEL.onnx")):
             if name not in layer:
@@ -83,22 +95,22 @@ def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return every([
         click.argument("model", required=False, metavar="[MODEL.onnx]", type=PATH),
-        click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. "
-                     "It is compiled in float32 unless --dtype says otherwise."),
+        click.option("--node", metavar="NAME", help="With MODEL.onnx, the name of the LSTM, GRU or RNN node, "
+                     "if the model has several. It is compiled in float32 unless --dtype says otherwise."),
         layer_options(required=False),
         click.option("--weights-from", type=PATH, metavar="FILE",
-                     help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it."),
-        click.option("--prefix", default="",
-                     help="With --weights-from: what stands before the layer's names, as encoder.rnn."),
+                     help="Read sizes, layers and directions from this safetensors file or PyTorch checkpoint."),
+        click.option("--prefix", default="", metavar="TEXT", help="With --weights-from, the text before the names of "
+                     "the layer's weights in the file, such as encoder.rnn."),
         *(click.option(f"--{name}", **settings) for name, settings in PROPERTIES.items()
           if name not in Workload.__struct_fields__),
-        click.option("--schedule", help="This schedule instead of the best record's."),
+        click.option("--schedule", metavar="NAME", help="Use this schedule instead of that of the best record."),
         click.option("--config", multiple=True, metavar="KNOB=VALUE",
-                     help="With --schedule: change this knob of its default; may be repeated."),
+                     help="With --schedule, set this knob of its default configuration. May be repeated."),
         click.option("--overlap", type=click.Choice(WISHES), default="auto", show_default=True,
-                     help="What of a stack runs at the same time on a GPU, each sequence on its share of it. "
-                     "directions: the two of a layer side by side. wavefront: several layers, each a chunk of time "
-                     "behind the one before it. auto: what is expected to be fastest, as it tells you."),
+                     help="Which parts of a stack run at the same time on a GPU, each on a share of it. directions: "
+                     "both directions of a layer. wavefront: several layers, each a chunk of time behind the one "
+                     "before it. auto: the choice that is expected to be fastest; the command prints it."),
     ])(wrapper)
 
 
@@ -106,20 +118,21 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The properties of a layer, and its weights, of a model or a file of weights; refuses options that do not fit."""
     if model is not None and weights is not None:
-        raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
+        raise ArgumentError("--weights-from", str(weights), "no such option with MODEL.onnx, which has weights")
     if prefix and weights is None:
-        raise ArgumentError("--prefix", prefix, "none without --weights-from")
+        raise ArgumentError("--prefix", prefix, "--weights-from beside it")
     if model is not None:
         from ecornn.onnx import read
 
         layer = read(model, node)
         if own := [name for name, value in layer.inputs.items() if value is not None]:
-            click.echo(f"the files do not hold the node's constant {', '.join(own)}: give them at each call", err=True)
+            click.echo(f"note: the module does not contain the node's constant {', '.join(own)}; pass them in each "
+                       "call", err=True)
         return {"cell": layer.cell.identity(), "hidden": layer.hidden, "input": layer.input, "layers": 1,
                 "bidirectional": layer.direction == "bidirectional", "reverse": layer.direction == "reverse",
                 "lengths": True}, layer.weights
     if node is not None:
-        raise ArgumentError("--node", node, "none without MODEL.onnx")
+        raise ArgumentError("--node", node, "MODEL.onnx beside it")
     if weights is None:
         return {}, {}
     values = read_layer(weights, prefix)
@@ -138,46 +151,48 @@ def knob(text: str) -> tuple[str, int | str | bool]:
 
 COMPILING = """\b
 Examples:
-  ecornn-compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
-  ecornn-compile --cell gru --hidden 256 --dtype bfloat16 --target sm_90a -o gru256.so
-  ecornn-compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
-  ecornn-compile --cell gru --weights-from model.safetensors --prefix encoder. -o encoder.so
-  ecornn-compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
-  ecornn-compile --cell mine.py:Mine --hidden 512 --emit step      what a step does
-  ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
-  ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
-  ecornn-compile --cell lstm --hidden 64 --target cpu --emit archive --emit-to lstm64.a      and lstm64.h
-  ecornn-compile --cell lstm --weights-from lstm64.safetensors --target cpu --emit archive --emit-to lstm64.a --embed
-  ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
+  ecornn compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
+  ecornn compile --cell gru --hidden 256 --dtype bfloat16 --target sm_90a -o gru256.so
+  ecornn compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
+  ecornn compile --cell gru --weights-from model.safetensors --prefix encoder. -o encoder.so
+  ecornn compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
+  ecornn compile --cell mine.py:Mine --hidden 512 --emit step      prints the step
+  ecornn compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
+  ecornn compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
+  ecornn compile --cell lstm --hidden 64 --target cpu --emit archive --emit-to lstm64.a      also writes lstm64.h
+  ecornn compile --cell lstm --weights-from lstm64.safetensors --target cpu --emit archive --emit-to lstm64.a --embed
+  ecornn compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
 """
 EMIT = ("step", "cuda", "tir", "ptx", "asm", "object", "archive")
 FILES = {"object": "an object file", "archive": "a static library"}  # of those, what is no text
 EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm", "object", "archive")}  # by device
 
 
-@click.command(epilog=COMPILING, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, epilog=COMPILING)
 @plan_options
-@click.option("-o", "--output", type=PATH, metavar="FILE.so", help="The module file. May be left out with --emit.")
+@click.option("-o", "--output", type=PATH, metavar="FILE.so", help="The module file to write. Optional with --emit.")
 @click.option("--emit", type=click.Choice(EMIT),
-              help="step: print what a step of the cell computes once, for all steps at once and between exchanges, "
-              "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
-              "needs --emit-to, and so does an archive, a static library for C and C++ with a header beside it.")
-@click.option("--emit-to", type=PATH, metavar="FILE", help="Write it to this file instead.")
-@click.option("--embed", is_flag=True, help="With --emit archive: weights of --weights-from or MODEL.onnx are in it.")
+              help="Print the generated code, or with `step` the formulas and the memory traffic of a step. object and "
+              "archive need --emit-to and a CPU target; an archive is a static library for C and C++, with a header "
+              "beside it.")
+@click.option("--emit-to", type=PATH, metavar="FILE", help="Write the output of --emit to this file.")
+@click.option("--embed", is_flag=True, help="With --emit archive, include the weights of --weights-from or "
+              "MODEL.onnx.")
+@VERBOSE
 @with_json
 @click.version_option(package_name="ecornn")
 @safe_interrupts(*ENDING)
 def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, embed: bool,
-            json: bool) -> None:
-    """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
+            verbose: bool, json: bool) -> None:
+    """Compiles a layer, or a stack of layers, to one .so file, with the best tuning records that apply.
 
-    The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
-    weights of an ONNX node are written beside it, as FILE.safetensors."""
+    `ecornn.load("FILE.so").bind(weights)(x)` runs the file; machines that run it need no compiler. The weights of an
+    ONNX node are written beside it, to FILE.safetensors."""
     from ecornn.build.module import name_of
 
     load_tvm()
     if output is None and emit is None:
-        raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
+        raise ArgumentError("--output", None, "a file name, or --emit to see only the code")
     if emit_to is not None and emit is None:
         raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
     if emit in FILES and emit_to is None:
@@ -187,7 +202,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     if embed and (emit != "archive" or not (asked.weights_from or asked.model)):
         raise ArgumentError("--embed", True, "--emit archive, and --weights-from or MODEL.onnx beside it")
     if json and emit is not None and emit_to is None:
-        raise ArgumentError("--json", True, "--emit-to beside --emit: both would go to standard output")
+        raise ArgumentError("--json", True, "--emit-to, too, since --emit and --json both print to standard output")
     check_files(asked.model, asked.weights_from, output, emit_to)
     spec, target, bound = asked.layer()
     if emit == "step" and output is None:  # also of a step that no schedule serves
@@ -200,6 +215,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
     click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
     for labels, chosen, why in planned.why():
+        chosen, why = (chosen, why) if verbose else (chosen.split()[0], briefly(why))
         click.echo(f"schedule{f' of {labels}' if labels else ''}: {chosen}\nwhy: {why}", err=True)
     written: list[Path | None] = []
     with said_while("compiling"):
@@ -214,7 +230,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
             written.append(weights_from)
         if weights_from is not None:
             more = f", prefix={asked.prefix!r}" if asked.prefix else ""
-            click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
+            click.echo(f'to run it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
     if emit == "object" and emit_to is not None:
         (code,) = generated.objects.values()
         emit_to.write_bytes(code)
@@ -229,6 +245,13 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
                  "device": planned.device.name, "arch": planned.device.arch,
                  "chosen": [{"of": of, "schedule": text, "why": why} for of, text, why in planned.why()],
                  "written": [str(path) for path in (*written, emit_to) if path is not None]})
+
+
+def briefly(why: str) -> str:
+    """The provenance of a choice without the records that were skipped."""
+    from ecornn.tune.lookup import SKIPPED
+
+    return SKIPPED.sub("", why)
 
 
 def host(weight: Any) -> np.ndarray[Any, Any]:
@@ -284,15 +307,16 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
         "weight_bytes_of_a_thread": "{:,.0f} bytes of weights a thread"}
 
 
-@click.command(epilog=EXPLAINING)
+@click.command(cls=GroupedCommand, epilog=EXPLAINING)
 @plan_options
+@VERBOSE
 @with_json
 @safe_interrupts(*ENDING)
-def explain(asked: Asked, json: bool) -> None:
-    """Says what a layer is compiled to, and why: takes what `ecornn compile` takes, and builds nothing.
+def explain(asked: Asked, verbose: bool, json: bool) -> None:
+    """Explains how a layer would be compiled, and why. Takes the options of `ecornn compile`, and builds nothing.
 
-    What the step is, which schedules serve it and which do not, what was chosen by which record, what it takes on the
-    chip, and how long a step should take beside the least that it can. A GPU by its name needs none."""
+    It describes the step, the schedules that serve it and those that do not, the record behind the choice, the
+    resources on the chip, and the expected time of a step beside a lower bound. A GPU architecture needs no GPU."""
     from ecornn.explain import explain as explained
 
     load_tvm()
@@ -300,10 +324,10 @@ def explain(asked: Asked, json: bool) -> None:
     if json:
         as_json(explanation)
     else:
-        click.echo("\n".join(text(explanation)))
+        click.echo("\n".join(text(explanation, verbose)))
 
 
-def text(explanation: Explanation) -> Iterator[str]:
+def text(explanation: Explanation, verbose: bool) -> Iterator[str]:
     """The lines for people."""
     of = ", ".join(filter(None, (explanation.layer, explanation.stack, explanation.overlap)))
     cores = f"{explanation.cores} {'SMs' if explanation.arch[:3] == 'sm_' else 'cores'}"
@@ -313,7 +337,7 @@ def text(explanation: Explanation) -> Iterator[str]:
         if len(explanation.parts) > 1:
             yield f"{', '.join(part.labels) or 'layer'}{', backward' * (part.entry == 'backward')}: {part.workload}"
         yield from _step(part)
-        yield from _choice(part)
+        yield from _choice(part, verbose)
         yield from _time(part, explanation.no_floor)
 
 
@@ -321,53 +345,53 @@ def _step(part: Part) -> Iterator[str]:
     step = part.step
     yield "step"
     if step.hoisted:
-        yield f"  {_many(step.hoisted, 'product')} of x, for all steps at once, before the recurrence or beside it"
+        yield f"  {_many(step.hoisted, 'product')} with x, computed for all steps at once"
     if step.travels:
-        yield (f"  {_many(step.products, 'product')} in {_many(len(step.travels), 'exchange')} between units a step, "
-               "of " + "; then ".join(", ".join(names) or "nothing" for names in step.travels))
+        yield (f"  {_many(step.products, 'product')} in each step; units exchange "
+               + "; then ".join(", ".join(names) or "nothing" for names in step.travels))
     else:
-        yield "  no product of a state: units need nothing of each other"
+        yield "  no product with a state, so that units exchange nothing"
     if step.statistics:
         yield f"  {_many(step.statistics, 'statistic')} over the units of a row"
     if step.stays:
-        yield f"  {', '.join(step.stays)}: with the unit that owns it, never travels"
+        yield f"  {', '.join(step.stays)} stays with the unit that owns it"
     if step.weights:
         yield (f"  {step.weights:,} recurrent weights, {step.weight_bytes / 1e6:.3g} MB; "
                f"{step.multiplications / 1e6:.4g} million multiply-adds a step")
 
 
-def _choice(part: Part) -> Iterator[str]:
+def _choice(part: Part, verbose: bool) -> Iterator[str]:
     yield "schedules"
     for one in part.schedules:
-        said = f"{one.expected_us:.3g} µs a step expected of its default" if one.expected_us else "serves"
+        said = f"yes, {one.expected_us:.3g} µs per step expected for its default" if one.expected_us else "yes"
         said = said if one.refuses is None else f"no: {one.refuses}"
         yield f"  {'->' if one.chosen else '  '} {one.schedule:16} {said}"
-    yield f"chosen: {part.schedule} {' '.join(f'{k}={v}' for k, v in part.config.items())}"
-    yield f"why: {part.why}"
+    yield f"chosen: {part.schedule}" + "".join(f" {k}={v}" for k, v in part.config.items() if verbose)
+    yield f"why: {part.why if verbose else briefly(part.why)}"
     if chip := [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]:
         yield f"on the chip: {', '.join(chip)}"
     if part.held_bytes:
-        yield "weights of a block: " + ", ".join(f"{size:,} bytes in {at}" for at, size in part.held_bytes.items())
+        yield "weights per block: " + ", ".join(f"{size:,} bytes in {at}" for at, size in part.held_bytes.items())
 
 
 def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     words = []
     if r := part.record:
-        words.append(f"{r.us:.4g} µs a step by the record [{r.p20_us:.4g}, {r.p80_us:.4g}] on {r.device} "
-                     f"with B={r.batch} T={r.seq}")
+        words.append(f"{r.us:.4g} µs per step by the record (p20 {r.p20_us:.4g}, p80 {r.p80_us:.4g}; {r.device}, "
+                     f"B={r.batch}, T={r.seq})")
     if part.expected_us is not None:
-        words.append(f"{part.expected_us:.3g} by the schedule's estimate")
-    yield f"expected: {'; '.join(words) or 'nobody can say before it is measured'}"
+        words.append(f"{part.expected_us:.3g} µs per step by the schedule's estimate")
+    yield f"expected: {'; '.join(words) or 'unknown before it is measured'}"
     if part.stages_us:
-        yield f"the estimate: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
+        yield f"estimate in µs: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
     if f := part.floor:
-        yield (f"floor: {f.total_us:.3g} µs a step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
-               f"hoisted product {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}; no kernel that hides none of them behind "
-               "another is faster")
+        yield (f"floor: {f.total_us:.3g} µs per step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
+               f"product with x {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}; a kernel can be faster only if it overlaps "
+               "these parts")
     elif no_floor is not None:
-        yield f"floor: not known; {no_floor}"
+        yield f"floor: unknown; {no_floor}"
     if part.sequence_us is not None:
-        yield f"a sequence: {part.sequence_us / 1e3:.4g} ms"
+        yield f"whole sequence: {part.sequence_us / 1e3:.4g} ms"
 
 
 def _many(count: int, what: str) -> str:
@@ -385,25 +409,25 @@ Examples:
 @click.command("onnx-rewrite", epilog=REWRITING)
 @click.argument("model", metavar="MODEL.onnx", type=PATH)
 @click.option("-o", "--output", required=True, type=PATH, metavar="FILE.onnx",
-              help="The new model. Its modules and the operator library come into a folder beside it, FILE.modules.")
-@click.option("--batch", type=SIZE, help="Largest batch B to serve at once.  [default: the model's; 20 where it is "
-              "open]")
-@click.option("--seq", type=SIZE, help="Sequence length T to expect; every T is served.  [default: the model's; 300 "
-              "where it is open]")
-@click.option("--dtype", type=click.Choice(DTYPES), help="What the nodes compute in.  [default: their own; on a CPU "
-              "float32 for those of 16 bits]")
-@click.option("--target", metavar="cuda|cpu|ARCH", help="As of `ecornn compile`; for a GPU the session needs the CUDA "
-              "execution provider.  [default: cuda if there is a GPU, else cpu]")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Time ONNX Runtime's own nodes and "
-              "compiled ones, in turns, and leave alone what does not gain. A model for another machine is not timed.")
+              help="The new model. Its modules and the operator library are written to a folder beside it, "
+              "FILE.modules.")
+@click.option("--batch", type=SIZE, metavar="N", help="Largest batch size B to serve.  [default: the model's, or 20 if "
+              "it states none]")
+@click.option("--seq", type=SIZE, metavar="N", help="Expected sequence length T. Every other length is served, too.  "
+              "[default: the model's, or 300 if it states none]")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Data type in which the nodes compute.  [default: their own; "
+              "on a CPU float32 for nodes of 16 bits]")
+@click.option("--target", metavar="cuda|cpu|ARCH", help="The device, as for `ecornn compile`. On a GPU the session "
+              "needs the CUDA execution provider.  [default: cuda if there is a GPU, else cpu]")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Time each node with ONNX Runtime and "
+              "compiled, and keep ONNX Runtime's where that is faster. A model for another machine is not timed.")
 @with_json
 @safe_interrupts(*ENDING)
 def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
                  measure: bool, json: bool) -> None:
     """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.
 
-    Other nodes stay as they are, and so do those that cannot be compiled or do not gain, which are named with the
-    reason."""
+    Other nodes do not change. The command names the recurrent nodes that it leaves as they are, with the reason."""
     from ecornn.onnxruntime import rewrite
     from ecornn.onnxruntime.rewriting import milliseconds
 
@@ -413,15 +437,15 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
         gain = f": {milliseconds(taken.times[1])} a call, before {milliseconds(taken.times[0])}" if taken.times else ""
         click.echo(f"compiled {taken.node} ({taken.op}): {taken.layer.workload} in {taken.module.name}{gain}", err=True)
     for left in rewritten.left:
-        click.echo(f"stays {left.node} ({left.op}): {left.reason}", err=True)
+        click.echo(f"left {left.node} ({left.op}) as it is: {left.reason}", err=True)
     if rewritten.times:
         before, after = rewritten.times
-        click.echo(f"the model: {milliseconds(after)} a call, before {milliseconds(before)}, "
+        click.echo(f"the whole model: {milliseconds(after)} a call, before {milliseconds(before)}, "
                    f"{before / after:.2f}x as fast", err=True)
     elif not rewritten.taken:
-        click.echo("nothing is gained: the new model is as the old one", err=True)
+        click.echo("no node was replaced, so the new model equals the old one", err=True)
     click.echo(f"wrote {rewritten.model} and {rewritten.library.parent}\n"
-               f'use it: onnxruntime.InferenceSession("{rewritten.model}", '
+               f'to run it: onnxruntime.InferenceSession("{rewritten.model}", '
                f'ecornn.onnxruntime.session_options("{rewritten.model}"))\n'
                f'without ecornn: SessionOptions.register_custom_ops_library("{rewritten.library}")', err=True)
     if json:

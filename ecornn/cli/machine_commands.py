@@ -28,7 +28,7 @@ def doctor(json: bool) -> None:
 
     said: dict[str, str] = {}
     missing: list[str] = []
-    with said_while("looking at what is here"):
+    with said_while("examining this machine"):
         for name, examine in examined().items():
             try:
                 said[name], advice = examine()
@@ -58,10 +58,10 @@ def cached() -> str:
     from ecornn.build import cache
 
     if (folder := cache.folder()) is None:
-        return f"off, by {cache.VARIABLE}={cache.OFF}"
+        return f"off, because {cache.VARIABLE}={cache.OFF} is set"
     every = cache.entries(folder)
     return (f"{folder}: {len(every)} entries, {sum(size for _, size, _ in every) / 1e6:.0f} MB of at most "
-            f"{cache.CAP / 1e6:.0f}; {cache.VARIABLE}=FOLDER moves it, {cache.VARIABLE}={cache.OFF} does without")
+            f"{cache.CAP / 1e6:.0f}; {cache.VARIABLE}=FOLDER moves it, {cache.VARIABLE}={cache.OFF} turns it off")
 
 
 Finding = tuple[str, str | None]  # what there is, and what to do about it
@@ -83,8 +83,8 @@ def examined() -> dict[str, Callable[[], Finding]]:
         if found is not None:
             return f"{found.name} ({found.arch}), {found.cores} multiprocessors, driver {driver}", None
         if driver is not None:
-            return f"none (driver {driver})", "the driver is there, but it shows no GPU"
-        return "none", "no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
+            return f"none (driver {driver})", "the driver is installed but finds no GPU"
+        return "none", "no CUDA driver. Modules can be compiled for a GPU (--target sm_90a), but not run or tuned here"
 
     def cuda() -> Finding:
         compiler = cuda_compiler()
@@ -101,15 +101,16 @@ def examined() -> dict[str, Callable[[], Finding]]:
         "CPU": cpu, "GPU": gpu, "CUDA compiler": cuda, "C++ compiler": lambda: (" ".join(find_compiler()), None),
         "TVM": partial(package, "apache-tvm", "apache-tvm: needed to compile and tune"),
         "tvm-ffi": partial(package, "apache-tvm-ffi", "apache-tvm-ffi: needed to run modules"),
-        "XGBoost": partial(package, "xgboost-cpu xgboost", "xgboost-cpu: optional; a search ranks by it what to try"),
+        "XGBoost": partial(package, "xgboost-cpu xgboost", "xgboost-cpu: optional; `ecornn tune` ranks candidates with "
+                           "it"),
         "tornado": partial(package, "tornado", "tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
-                           "measure with it on other machines' devices"),
+                           "need it to measure on other machines"),
         "PyTorch": partial(package, "torch", "torch: optional; `ecornn bench` compares with it, and tuning for a GPU "
-                           "times with its CUDA events")}
+                           "takes times with its CUDA events")}
 
 
 SERVING = """\
-One tracker, a server on each GPU or CPU, and a tuner, which has all servers of its key until it ends:
+Start one tracker, a server for each GPU or CPU, and a tuner, which uses all servers of its key until it ends:
 
 \b
   python -m tvm.exec.rpc_tracker --host 127.0.0.1 --port 9190
@@ -117,23 +118,23 @@ One tracker, a server on each GPU or CPU, and a tuner, which has all servers of 
   CUDA_VISIBLE_DEVICES=1 ecornn serve --tracker 127.0.0.1:9190 --key h100
   ecornn tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
 
-Between machines, tunnels keep all ports on loopback (ssh -L and -R); or, on a network where everybody may
-run any program on these machines, --host and --allow-remote.
+Between machines, use SSH tunnels (ssh -L and -R), which keep all ports on loopback. Use --host and --allow-remote only
+on a network where everybody may run any program on these machines.
 """
 
 
 @click.command(epilog=SERVING)
 @click.option("--tracker", required=True, metavar="HOST:PORT", help="The TVM RPC tracker to register at.")
 @click.option("--key", default="ecornn", show_default=True,
-              help="What tuners ask for. Servers with the same key must measure on equal devices.")
+              help="Key by which tuners choose servers. Servers with the same key must have equal devices.")
 @click.option("--target", type=click.Choice(["cuda", "cpu"]),
-              help="What to measure on.  [default: cuda if there is a GPU, else cpu]")
+              help="Device to measure on.  [default: cuda if there is a GPU, else cpu]")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
 @click.option("--port", type=click.IntRange(1, 65_000), default=9200, show_default=True,
-              help="First port to try, of 100.")
-@click.option("--address", help="What tuners connect to, where that is not --host.")
+              help="First of the 100 ports to try.")
+@click.option("--address", help="Address to which tuners connect, if it is not --host.")
 @click.option("--allow-remote", is_flag=True,
-              help="Other addresses than this machine's own. Whoever reaches them can run any code here.")
+              help="Allow addresses that other machines reach. Whoever reaches them can run any code here.")
 @with_json
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool, json: bool) -> None:
@@ -146,8 +147,7 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
         if value is not None:
             require_loopback(name, value, allow_remote)
     if not is_loopback(host):
-        click.echo(f"warning: whoever reaches {host} can run any program here as this user; RPC is remote execution",
-                   err=True)
+        click.echo(f"warning: whoever reaches {host} can run any program on this machine as this user", err=True)
     chosen = target or default_target()
     device = present(chosen)
     registry.servers()  # or say at once that there is no tracker
@@ -158,10 +158,11 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
                 as_json({"device": device.name, "arch": device.arch, "host": host, "port": server.port, "key": key,
                          "tracker": str(registry)})
             else:
-                click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {registry}")
+                click.echo(f"serving {device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker "
+                           f"{registry}; Ctrl-C ends it")
             while server.proc.is_alive():
                 time.sleep(0.5)
-        click.echo("error: the server ended by itself", err=True)
+        click.echo("error: the server process ended unexpectedly", err=True)
         raise SystemExit(1)
     except KeyboardInterrupt:
         click.echo("stopped", err=True)
@@ -170,9 +171,9 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
 
 
 @click.command()
-@click.option("--cflags", is_flag=True, help="Flags of a compiler: where ecornn.h, ecornn.hpp and DLPack's header are.")
-@click.option("--libs", is_flag=True, help="Flags of a linker: libtvm_ffi, and where it is when the program runs.")
-@click.option("--folder", is_flag=True, help="The folder of the headers: CMake's ecornn_DIR, and for PKG_CONFIG_PATH.")
+@click.option("--cflags", is_flag=True, help="Print the compiler flags for ecornn.h, ecornn.hpp and DLPack's header.")
+@click.option("--libs", is_flag=True, help="Print the linker flags for libtvm_ffi and its place at run time.")
+@click.option("--folder", is_flag=True, help="Print the headers' folder, for CMake's ecornn_DIR and PKG_CONFIG_PATH.")
 @plain_errors
 def config(cflags: bool, libs: bool, folder: bool) -> None:
     """Prints the flags with which C and C++ programs that open module files are compiled and linked, or the
@@ -184,7 +185,7 @@ def config(cflags: bool, libs: bool, folder: bool) -> None:
       PKG_CONFIG_PATH=$(ecornn config --folder) pkg-config --cflags --libs ecornn
     """
     if not (cflags or libs or folder):
-        raise click.UsageError("say --cflags, --libs or both, or --folder")
+        raise click.UsageError("give --cflags, --libs or both, or --folder")
     from tvm_ffi import libinfo
 
     headers = Path(str(resources.files("ecornn"))) / "include"

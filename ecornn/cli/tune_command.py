@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ecornn.cli.common import PATH, STOPPED, as_json, layer_options, load_tvm, said_while, with_json
+from ecornn.cli.common import (
+    PATH,
+    STOPPED,
+    VERBOSE,
+    GroupedCommand,
+    as_json,
+    layer_options,
+    load_tvm,
+    said_while,
+    with_json,
+)
 from ecornn.errors import ArgumentError, CellError, DTypeError, ScheduleError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
@@ -23,79 +33,81 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ecornn.layer_spec import LayerSpec
+    from ecornn.tune.record import Choice
     from ecornn.tune.remote import Tracker
     from ecornn.tune.session import Result, Session
     from ecornn.tune.space import ConfigSpace
 
 EPILOG = """\b
 Examples:
-  ecornn-tune --cell lstm --hidden 800
-  ecornn-tune --cell gru --hidden 256 --batch 1 --seq 100 --target cpu --trials 24
-  ecornn-tune --cell my_cell.py:MinimalGatedUnit --hidden 512 --time-limit 300
-  ecornn-tune --cell lstm --hidden 800 --training
+  ecornn tune --cell lstm --hidden 800
+  ecornn tune --cell gru --hidden 256 --batch 1 --seq 100 --target cpu --trials 24
+  ecornn tune --cell my_cell.py:MinimalGatedUnit --hidden 512 --time-limit 300
+  ecornn tune --cell lstm --hidden 800 --training
 
---training searches two things, one after the other: the layer's own pass, whose records also serve the forward pass of
-a training step, and the recurrence of its backward pass. Each has --trials; forward has half of --time-limit at most,
-backward what is left. `ecornn-compile --training` uses the best of both. On a CPU the backward pass has no knobs, so
-there is one search.
+With --training there are two searches: first of the forward pass, then of the backward pass. Each makes --trials
+trials. The forward pass takes at most half of --time-limit, the backward pass the rest. `ecornn compile --training`
+uses the best of both. On a CPU the backward pass has no knobs, so there is one search.
 
-Many layers, every combination, with processes that stay warm; each has its own trials and time limit:
-
-\b
-  ecornn-tune --cell lstm --cell gru --hidden 256 --hidden 512 --batch 1 --batch 16 --time-limit 60
-
-On other GPUs, each with a server (`ecornn serve --help`):
+This command tunes every combination of its values; each layer has its own trials and time limit:
 
 \b
-  ecornn-tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
+  ecornn tune --cell lstm --cell gru --hidden 256 --hidden 512 --batch 1 --batch 16 --time-limit 60
 
-A list of layers, a line of options each, such as `--cell lstm --hidden 800 --training`; with a tracker as many at once
-as there are servers. A server that goes away costs the trials that it was at, which others make again:
+This one measures on GPUs of other machines, each of which runs `ecornn serve`:
 
 \b
-  ecornn-tune --workloads layers.txt --tracker 127.0.0.1:9190 --key h100
+  ecornn tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
 
-Every trial is on the disk as soon as it is done. The same command again goes on with a run
-that was stopped, and returns at once if it was finished; with more --trials it goes on from there.
+The last one reads the layers from a file, with the options of a layer on each line, such as `--cell lstm --hidden 800
+--training`. With a tracker it tunes as many layers at a time as there are servers. If a server is lost, other servers
+repeat its unfinished trials:
+
+\b
+  ecornn tune --workloads layers.txt --tracker 127.0.0.1:9190 --key h100
+
+Every trial is saved to the log as soon as it is done. If you stop a run, the same command resumes it. If the run is
+finished, the command shows its result; with more --trials it searches further.
 """
 NAMES = tuple(name for name in Workload.__struct_fields__ if name != "entry")  # options of a layer
-ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward pass's, and all there is to search."
+ONE_SEARCH = "The backward pass has no knobs on a CPU, so only the forward pass was searched."
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, epilog=EPILOG)
 @layer_options(required=False, many=True)
 @click.option("--workloads", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help="Instead of the options above: a file with those of a layer on each line.")
-@click.option("--training", is_flag=True, help="Search the backward pass, too (GPU).")
-@click.option("--trials", type=click.IntRange(min=1, max=100_000),
-              help="Configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=60.0, show_default=True,
-              help="Seconds one build, and one measurement, may take.")
-@click.option("--time-limit", type=click.FloatRange(min=1.0),
-              help="Seconds for the whole run of a layer, earlier sessions included.")
+              help="Read the layers from this file, which has the options of a layer on each line.")
+@click.option("--training", is_flag=True, help="Search the backward pass, too (GPU only).")
+@click.option("--trials", type=click.IntRange(min=1, max=100_000), metavar="N",
+              help="Number of configurations to try.  [default: 48 on a CPU, 128 on a GPU]")
+@click.option("--timeout", type=click.FloatRange(min=0.1), metavar="SECONDS", default=60.0, show_default=True,
+              help="Stop a build or a measurement that takes longer.")
+@click.option("--time-limit", type=click.FloatRange(min=1.0), metavar="SECONDS",
+              help="End the search of a layer after this time, which includes earlier runs that it resumes.")
 @click.option("--early-stop/--no-early-stop", default=True, show_default=True, help="End after 59 trials in a row that "
-              "were not faster by 1%: at 95% confidence fewer than one in twenty more would be.")
-@click.option("--seed", type=click.IntRange(min=0, max=1 << 30), default=0, show_default=True,
-              help="Of the search and of the random data.")
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on with the run that the log has.")
+              "were not faster by 1%. Then, with 95% confidence, fewer than one in twenty further trials would be.")
+@click.option("--seed", type=click.IntRange(min=0, max=1 << 30), metavar="N", default=0, show_default=True,
+              help="Seed of the search and of the random inputs.")
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Continue the run that is in the log.")
 @click.option("--output", type=PATH, metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
-@click.option("--schedule", help="Search this schedule only.")
-@click.option("--torch/--no-torch", default=True, show_default=True, help="Where PyTorch is installed, time its layer "
-              "first, a few seconds, and show the best so far against it.")
+@click.option("--schedule", metavar="NAME", help="Search this schedule only.")
+@click.option("--torch/--no-torch", default=True, show_default=True, help="First time PyTorch's layer for comparison, "
+              "if PyTorch is installed. This takes a few seconds.")
 @click.option("--tracker", metavar="HOST:PORT", help="Measure on the servers of this TVM RPC tracker.")
-@click.option("--key", default="ecornn", show_default=True, help="Of the servers, with --tracker.")
-@click.option("--allow-remote", is_flag=True,
-              help="A tracker on another machine. RPC is remote execution: trusted networks only.")
+@click.option("--key", default="ecornn", show_default=True, help="With --tracker, the key of the servers to use.")
+@click.option("--allow-remote", is_flag=True, help="Allow a tracker on another machine. RPC lets whoever reaches a "
+              "server run any code on it, so use it on trusted networks only.")
+@VERBOSE
 @with_json
 @click.version_option(package_name="ecornn")
 @click.pass_context
 def tune(context: click.Context, target: str | None, timeout: float, seed: int, tracker: str | None, key: str,
-         allow_remote: bool, torch: bool, json: bool, **options: Any) -> None:
-    """Searches the fastest schedule and knobs of a layer, or of many.
+         allow_remote: bool, torch: bool, verbose: bool, json: bool, **options: Any) -> None:
+    """Searches for the fastest schedule and knobs of a layer, or of many layers.
 
-    Builds run in processes that see no GPU; measurements run in one that is killed when a
-    candidate hangs. A candidate counts only if its output matches a float64 reference."""
+    A candidate counts only if its output matches a float64 reference. Candidates run in a process of their own, which
+    is stopped if one hangs."""
     layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
         with safe_interrupts(*ENDING):
@@ -109,10 +121,10 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
             done: list[Result] = []
             servers = found_tracker(tracker, key, allow_remote)
             with Session(target, timeout=timeout, seed=seed, tracker=servers) as session:
-                good = all(run(console, session, layers, target, options, done, torch))
+                good = all(run(console, session, layers, target, options, done, torch, verbose))
     except KeyboardInterrupt:
-        click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
-                   + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
+        click.echo("\nStopped. The log has every finished trial; to continue, run the same command again"
+                   + ("" if options["resume"] else " without --no-resume") + ".", err=True)
         raise SystemExit(STOPPED) from None
     if json:
         as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
@@ -129,7 +141,8 @@ def asked_layers(context: click.Context, path: Path | None, given: dict[str, Any
             raise click.MissingParameter(ctx=context, param=missing)
         return combinations(given)
     if beside := [n for n in given if context.get_parameter_source(n) is not ParameterSource.DEFAULT]:
-        raise click.UsageError(f"--{beside[0]} is in the lines of the file where there are --workloads", context)
+        raise click.UsageError(f"--{beside[0]} cannot be used with --workloads: write it into the lines of the file",
+                               context)
     return read(path)
 
 
@@ -139,18 +152,19 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
     tracker = Tracker.parse(address, key, allow_remote) if address is not None else None
     if tracker is not None and not is_loopback(tracker.host):
-        click.echo(f"warning: {tracker} and its servers are trusted with what they are sent; RPC is remote execution",
-                   err=True)
+        click.echo(f"warning: {tracker} is another machine. Whoever controls it or its servers can run any code here, "
+                   "so use it on a trusted network only.", err=True)
     return tracker
 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
-        options: dict[str, Any], done: list[Result], torch: bool) -> list[bool]:
+        options: dict[str, Any], done: list[Result], torch: bool, verbose: bool = False) -> list[bool]:
     """Tunes layers in turn, and adds results to ``done``; says of each if it has a best. A failure does not end the
     rest."""
     from rich.console import Console
 
     from ecornn.cli.torch_time import torch_us
+    from ecornn.tune.log import microseconds
     from ecornn.tune.meter import Meter
 
     progress = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -164,12 +178,16 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
 
         def begin(space: ConfigSpace, resumed: int) -> None:
             work, device = space.task.workload, space.task.device
-            progress.print(f"{count}{work} on {device.name} ({device.arch}): {', '.join(space.schedules)}"
-                           + (f", {resumed} trials in the log" if resumed else ""), markup=False)
+            several = len(space.schedules) > 1
+            progress.print(f"{count}tuning {work} on {device.name} ({device.arch})\n"
+                           f"{count}schedule{'s' * several}: {', '.join(space.schedules)}", markup=False)
+            if resumed:
+                progress.print(f"{count}resuming: {resumed} trial{'s are' if resumed > 1 else ' is'} in the log",
+                               markup=False)
             if torch and session.tracker is None:
                 one.stage("timing PyTorch's layer")
                 if (theirs := torch_us(work, device)) is not None:
-                    progress.print(f"{count}PyTorch's layer: {theirs:.4g} µs/step", markup=False)
+                    progress.print(f"{count}PyTorch's layer takes {microseconds(theirs)} per step", markup=False)
 
         try:
             with meter.layer(count.strip(), layer.training) as one:
@@ -181,23 +199,23 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
             return False
         done.extend(both := results(result))
         for entry in both if len(layers) > 1 else ():
-            console.print(f"{count}{line(entry)}", markup=False)
+            console.print(f"{count}{line(entry, verbose)}", markup=False)
         return all(entry.best is not None for entry in both)
 
     with Meter(progress, len(layers)) as meter:
         good = each(tune_one, layers, session)
     if len(layers) == 1:
         for one in done:
-            show(console, one)
+            show(console, one, verbose)
         if layers[0].training and len(done) == 1:
             console.print(ONE_SEARCH)
         if done[0].best is not None:
-            console.print("use it:\n  " + use_of(done[0], layers[0], target), markup=False)
+            console.print("to compile it:\n  " + use_of(done[0], layers[0], target), markup=False)
         return good
     if any(layer.training for layer in layers) and session.device.kind == "llvm":
         console.print(ONE_SEARCH)
     use = "ecornn compile" + " --training" * layers[0].training + (f" --target {target}" if target else "")
-    console.print(f"{sum(good)} of {len(layers)} layers have a schedule; `{use}` uses it", markup=False)
+    console.print(f"{sum(good)} of {len(layers)} layers were tuned; `{use}` uses the results", markup=False)
     return good
 
 
@@ -229,52 +247,58 @@ def results(result: Result) -> list[Result]:
     return [result, *([result.backward] if result.backward is not None else [])]
 
 
-def line(result: Result) -> str:
-    """A result on one line."""
+def text_of(choice: Choice, verbose: bool) -> str:
+    """The name of a schedule; ``verbose``: with its knobs."""
     from ecornn.schedules import config_text
-    from ecornn.tune.log import words
+
+    return f"{choice.schedule} {config_text(choice.config)}" if verbose else choice.schedule
+
+
+def line(result: Result, verbose: bool) -> str:
+    """A result on one line."""
+    from ecornn.tune.log import microseconds, words
 
     finish = result.finish
     if finish.best is None or finish.best_us is None:
-        return f"{result.workload}: no candidate ran with the right output; see {result.log}"
+        return f"{result.workload}: no candidate ran with the right output; the errors are in {result.log}"
     gain = f", {words(result.gain, finish.default_us)}" if result.gain and finish.default_us else ""
-    return (f"{result.workload}: {finish.best_us:.4g} µs per step{gain}, {finish.trials} trials in "
-            f"{finish.seconds:.0f} s: {finish.best.schedule} {config_text(finish.best.config)}")
+    return (f"{result.workload}: {microseconds(finish.best_us)} per step{gain}, {finish.trials} trials in "
+            f"{finish.seconds:.0f} s: {text_of(finish.best, verbose)}")
 
 
-def show(console: Console, result: Result) -> None:
+def show(console: Console, result: Result, verbose: bool) -> None:
     """Prints the end of a run."""
-    from ecornn.schedules import config_text
-    from ecornn.tune.log import words
+    from ecornn.tune.log import microseconds, words
 
     finish, work = result.finish, result.workload
     if work.backward:
         console.print("backward:")
     if not result.fresh:
-        console.print(f"This run is finished: {finish.trials} trials, {finish.time}.")
+        console.print(f"This run was finished at {finish.time} after {finish.trials} trials; for more, increase "
+                      "--trials.")
     if finish.reason == "converged":
-        console.print(f"Stopped early after {finish.trials} trials: at 95% confidence fewer than one in twenty more "
-                      "would be faster by 1%; --no-early-stop goes on.")
+        console.print(f"The search ended early, after {finish.trials} trials: with 95% confidence, fewer than one in "
+                      "twenty further trials would be faster by 1%. --no-early-stop searches on.")
     if finish.reason == "time":
-        console.print(f"Stopped by --time-limit after {finish.trials} trial{'s' * (finish.trials != 1)}; "
-                      "a longer one goes on.")
+        console.print(f"The search ended at --time-limit, after {finish.trials} trial{'s' * (finish.trials != 1)}; "
+                      "with a longer limit it continues.")
     for reason, count in result.failures.items():
-        console.print(f"{count} failed: {reason}", markup=False)
+        console.print(f"{count} trial{'s' * (count != 1)} failed: {reason}", markup=False)
     if result.noisy:
         noisy = "1 timing was" if result.noisy == 1 else f"{result.noisy} timings were"
         console.print(f"{noisy} noisy (a busy machine or a changing clock), so candidates that are close may be in the "
                       "wrong order.")
     console.print(f"log: {result.log}", markup=False)
     if finish.best is None or finish.best_us is None:
-        console.print("No candidate ran with the right output; the log has each one's error.")
+        console.print("No candidate ran with the right output; the log has the error of each.")
         return
-    console.print(f"best: {finish.best.schedule} {config_text(finish.best.config)}", markup=False)
-    text = f"time: {finish.best_us:.4g} µs per step, {finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}"
+    console.print(f"best: {text_of(finish.best, verbose)}", markup=False)
+    console.print(f"time: {microseconds(finish.best_us)} per step, {finish.best_us * work.seq / 1e3:.4g} ms for "
+                  f"T={work.seq}")
     if finish.best == finish.default:
-        text += "; nothing that was tried is faster than the untuned default, which is best here"
+        console.print("gain: none; no trial was faster than the untuned default")
     elif finish.default_us is not None and result.gain is not None:
-        text += f"; {words(result.gain, finish.default_us)}"
-    console.print(text)
+        console.print(f"gain: {words(result.gain, finish.default_us)}")
 
 
 def use_of(result: Result, layer: LayerSpec, target: str | None) -> str:
@@ -283,7 +307,7 @@ def use_of(result: Result, layer: LayerSpec, target: str | None) -> str:
     options = {key: getattr(work, key) for key in NAMES} | {"cell": str(layer.cell)}
     words = [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
     words += ["--training"] * layer.training + (["--target", target] if target is not None else [])
-    return shlex.join(["ecornn-compile", *words, "-o", f"{name}{work.hidden}.so"])
+    return shlex.join(["ecornn", "compile", *words, "-o", f"{name}{work.hidden}.so"])
 
 
 def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def recurrent(module: Module, *, threads: int | None = None) -> Recurrent:
                                 or not 1 <= threads <= _MOST_THREADS):
         raise ArgumentError("threads", threads, "None on a GPU, and an integer from 1 to 1024 on a CPU")
     if module.manifest.stack.sequences:
-        raise ArgumentError("module", str(module), "one that was compiled without sequences=True")
+        raise ArgumentError("module", str(module), "a module that was compiled without sequences=True")
     if threads is None and not cuda:
         threads = min(_MOST_THREADS, cores())
     return Recurrent(module, threads or 0)
@@ -178,7 +178,7 @@ class Recurrent:
         if len(value.shape) != axes:
             raise ShapeError(f"{name}.shape", value.shape, f"{axes} axes")
         if value.dtype != dtype:
-            raise DTypeError(f"{name}.dtype", str(value.dtype), f"{dtype}, as the module was compiled")
+            raise DTypeError(f"{name}.dtype", str(value.dtype), f"{dtype}, as in the module")
         return tuple(value.shape)
 
     def _ordered(self, weights: Mapping[str, Any]) -> Arrays:

@@ -161,8 +161,8 @@ def readable(tensor: Any, name: str) -> None:
     from onnx.external_data_helper import uses_external_data
 
     if uses_external_data(tensor):
-        raise ModuleError(f"the data of {name} is in a file that has not been read: give the model's file name, or "
-                          "onnx.load() it with its external data")
+        raise ModuleError(f"the data of {name} is in another file, which has not been read: pass the model's file "
+                          "name, or onnx.load() it with its external data")
     if any(size < 0 for size in tensor.dims):
         raise ModuleError(f"the model's {name} cannot be read: its shape is {tuple(tensor.dims)}")
 

@@ -70,8 +70,8 @@ class OnnxLayer:
         if value is None and name in self.node.inputs:
             value = self.node.inputs[name]
             if value is None:
-                raise ArgumentError(name, None, f"an array: the node {self.node.name} takes it from the model, where "
-                                    "it is no constant")
+                raise ArgumentError(name, None, f"an array, since it is not a constant of the model that the node "
+                                    f"{self.node.name} is in")
         return value
 
 
@@ -100,7 +100,7 @@ def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Dev
     from ecornn.compiler import compile_layer, device_of
 
     if not isinstance(node, Node):
-        raise ArgumentError("node", type(node), "a Node, as ecornn.onnx.read() gives it")
+        raise ArgumentError("node", type(node), "a Node that ecornn.onnx.read() returned")
     device = device_of(target)
     module = compile_layer(spec_of(node, device, batch, seq, dtype), target=device)
     return OnnxLayer(node, module.bind(node.weights))
@@ -110,8 +110,8 @@ def spec_of(node: Node, device: Device, batch: int, seq: int, dtype: str | None 
             lengths: bool = True) -> LayerSpec:
     """The layer that a node is on a device; ``dtype`` as of :func:`compile`, which raises the same."""
     if dtype is None and node.dtype == "float64" and device.kind == "cuda":
-        raise DTypeError("dtype", node.dtype, "of the node on a GPU float32, float16 or bfloat16; or dtype='float32' "
-                         "of this call, with relative errors of about 1e-6; or target='cpu'")
+        raise DTypeError("dtype", node.dtype, "float32, float16 or bfloat16 in the node, for a GPU; else pass "
+                         "dtype='float32', with relative errors of about 1e-6, or target='cpu'")
     chosen = dtype or (node.dtype if device.kind == "cuda" or node.dtype == "float64" else "float32")
     return LayerSpec(node.cell, node.hidden, node.input, batch, seq, chosen,
                      bidirectional=node.direction == "bidirectional", reverse=node.direction == "reverse",

@@ -99,7 +99,7 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     for key in "WR":
         if present[key].ndim != 3:
             raise ShapeError(f"{name}.{key}.shape", present[key].shape,
-                             "3 axes: directions, gates * units, and what they see")
+                             "3 axes: directions, gates * units, and inputs of a unit")
     gates, hidden = len(GATES[op]), int(r.shape[-1])
     wanted = {"W": (count, gates * hidden, int(w.shape[-1])), "R": (count, gates * hidden, hidden),
               "B": (count, 2 * gates * hidden), "P": (count, 3 * hidden)}
@@ -107,7 +107,7 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
         if value.shape != wanted[key]:
             raise ShapeError(f"{name}.{key}.shape", value.shape, str(wanted[key]))
     if attributes.get("hidden_size", hidden) != hidden:
-        raise ShapeError(f"{name}.hidden_size", attributes["hidden_size"], f"{hidden}, as R's shape says")
+        raise ShapeError(f"{name}.hidden_size", attributes["hidden_size"], f"{hidden}, as in the shape of R")
     options = _options(name, op, attributes, count)
     if op == "LSTM" and p is not None and p.any():
         options["peepholes"] = True
@@ -177,7 +177,7 @@ def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> d
     if "clip" in attributes:
         options["clip"] = shortest(attributes["clip"])
         if not options["clip"] > 0:  # our cells have 0 for no bound; ONNX's text would have it make all zero
-            raise ArgumentError(f"{name}.clip", attributes["clip"], "a number > 0, or no such attribute")
+            raise ArgumentError(f"{name}.clip", attributes["clip"], "a number above 0, or no such attribute")
     if attributes.get("input_forget"):
         options["coupled"] = True
     if not chosen:
@@ -219,11 +219,12 @@ def read(model: Any, node: str | None = None) -> Node:
         return from_proto(chosen, {name: scope.constant(name) for name in chosen.input[1:] if name})
     if len(named) > 1 and node is not None:
         outputs = ", ".join(title(n, by_output=True) for _, n in named)
-        raise ArgumentError("node", node, f"a name that one node has; by their outputs these are {outputs}")
+        raise ArgumentError("node", node, "the name of one node; several have this one, so name it by its output: "
+                            f"{outputs}")
     names = [n.name for _, n in nodes]
     listed = [f"{title(n, names.count(n.name) > 1)} ({n.op_type})" for _, n in nodes]
     hidden = [f"{title(n)} ({n.op_type}) of the function {function}" for function, n in inside]
-    allowed = f"one of {', '.join(listed)}" if nodes else "a model with an LSTM, GRU or RNN of ONNX's"
+    allowed = f"one of {', '.join(listed)}" if nodes else "a model with an LSTM, GRU or RNN node of ONNX"
     if hidden:
         allowed += f"; inline the model's functions (onnx.inliner) for {', '.join(hidden)}"
     raise ArgumentError("node", node, allowed)
@@ -234,10 +235,11 @@ def load(model: Any) -> Any:
     try:
         import onnx
     except ImportError as error:
-        raise ArgumentError("model", str(model), "the package onnx installed: pip install onnx") from error
+        raise ArgumentError("model", str(model), "the package onnx, which is not installed: pip install "
+                            "onnx") from error
     if isinstance(model, (str, os.PathLike)):
         if Path(model).exists() and not Path(model).is_file():
-            raise ModuleError(f"{model} cannot be read as an ONNX model: it is no regular file")
+            raise ModuleError(f"{model} cannot be read as an ONNX model: it is not a regular file")
         try:
             return onnx.load(model)
         except Exception as error:  # protobuf raises types of its own

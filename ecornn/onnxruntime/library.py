@@ -64,12 +64,13 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise ArgumentError("model", str(model), "onnxruntime installed: pip install onnxruntime") from error
+        raise ArgumentError("model", str(model), "onnxruntime, which is not installed: pip install "
+                            "onnxruntime") from error
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST):
         raise ArgumentError("threads", threads, f"an integer from 1 to {_MOST}, or None")
     library = folder_of(model) / NAME
     if not library.is_file():
-        raise ModuleError(f"there is no {library}: ecornn onnx-rewrite writes it beside {Path(model).name}")
+        raise ModuleError(f"{library} does not exist; `ecornn onnx-rewrite` writes it beside {Path(model).name}")
     return with_library(library, options, threads)
 
 

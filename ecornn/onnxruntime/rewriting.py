@@ -102,7 +102,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     BuildError : there is no C++ compiler"""
     out = Path(out)
     if out.suffix != ".onnx" or (isinstance(model, (str, os.PathLike)) and out.exists() and out.samefile(model)):
-        raise ArgumentError("out", str(out), "another file than the model's, with a name that ends with .onnx")
+        raise ArgumentError("out", str(out), "a name that ends with .onnx, and not the model itself")
     device, changed = device_of(target), _own(model)
     opset = next((o.version for o in changed.opset_import if o.domain in DOMAINS), 0)
     if opset < OPSET:
@@ -116,7 +116,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     nodes, inside = recurrent(changed, {value.name for value in changed.graph.input})
     where = provider(device) if measure else None
     taken: list[tuple[Replaced, Taken]] = []
-    left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
+    left = [Left(title(n), n.op_type, f"it is in the function {name}; inline the functions of the model (onnx.inliner)")
             for name, n in inside]
     weights: Shared = {}
     tensors = {scope: Tensors(names) for scope, _ in nodes}
@@ -130,7 +130,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
             compiled = modules.of(layer)
             times = None if where is None else modules.times(compiled, scope, node, meaning, (rows, steps), where)
             if times is not None and times[0] <= times[1]:
-                left.append(Left(title(node), node.op_type, "ONNX Runtime's own takes {}, compiled {}".format(
+                left.append(Left(title(node), node.op_type, "it is not faster when compiled ({}; compiled {})".format(
                     *map(milliseconds, times))))
                 continue
             replaced = scope, node, replacement(node, meaning, tensors[scope], compiled)
@@ -140,9 +140,9 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         except EcornnError as error:
             left.append(Left(title(node), node.op_type, str(error)))
     if not modules.known:
-        reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "it has none"
+        reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "this model has none"
         said = str(model) if isinstance(model, (str, os.PathLike)) else type(model)
-        raise ArgumentError("model", said, f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
+        raise ArgumentError("model", said, f"a model with an LSTM, GRU or RNN that can be compiled; {reasons}")
     own = changed.SerializeToString() if where and taken and not _large(changed) else b""
     apply(changed, [replaced for replaced, _ in taken], tensors)
     made = library.write(modules.folder)
@@ -152,7 +152,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
                                             sizes.steps)) is not None:
         times = measured(own, str(out), feeds, modules.folder, where)
     if times is not None and times[0] <= times[1]:
-        reason = "the model takes {} with nodes of its own, {} with compiled ones".format(*map(milliseconds, times))
+        reason = "the model is not faster with compiled nodes ({}; compiled {})".format(*map(milliseconds, times))
         left += [Left(one.node, one.op, reason) for _, one in taken]
         taken, times = [], None
         changed.ParseFromString(own)

@@ -74,7 +74,8 @@ class Arrays(ABC):
 
     def beside(self, x: Any, others: Sequence[Any], width: int) -> Any:
         """``others``, (T, B, 1) or (T, B, ``width``), behind x (T, B, I) in its rows, ``width`` values each."""
-        raise ArgumentError("inputs", self.name, "NumPy arrays or tensors of torch; others lie in the rows of x")
+        raise ArgumentError("inputs", self.name, "NumPy arrays or tensors of torch; append other arrays to the rows "
+                            "of x")
 
     @abstractmethod
     def clear(self, array: Any, steps: int) -> bool:

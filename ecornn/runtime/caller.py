@@ -223,7 +223,7 @@ class Caller:
 
     def check_kind(self, arrays: Arrays, name: str, dtype: str, place: str) -> None:
         if dtype != self._dtype:
-            raise DTypeError(f"{name}.dtype", dtype, f"{self._dtype}, as the module was compiled")
+            raise DTypeError(f"{name}.dtype", dtype, f"{self._dtype}, as in the module")
         wanted = "cpu" if arrays.staged else self._place
         if place != wanted:
             raise DeviceError(f"{name}.device", place, f"{wanted}, where the layer runs")
@@ -314,8 +314,8 @@ def rows_of(manifest: Manifest, arrays: Arrays, given: Any, steps: int, batch: i
         return given
     names, hidden, directions = manifest.outputs or (), manifest.workload.hidden, manifest.stack.directions
     if strange := sorted({*map(str, given)} - {*names}):
-        raise ArgumentError("dy", strange, f"gradients of {', '.join(names)}" if names else "an array: there is one "
-                            "output")
+        raise ArgumentError("dy", strange, f"gradients of {', '.join(names)}" if names else "an array, since there "
+                            "is one output")
     found, wanted, kind = {}, (steps, batch, directions * hidden), arrays.facts(like)[1:]
     for name in names:
         value = given.get(name)

@@ -179,8 +179,8 @@ class Layer(Caller):
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise CopyError("a Layer is packed weights where its code runs: copy or pickle layer.module, and bind it to "
-                        "the weights again")
+        raise CopyError("a Layer cannot be copied or pickled, since it holds packed weights: copy or pickle "
+                        "layer.module, and bind it to the weights again")
 
     def __repr__(self) -> str:
         where, m = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads", self.manifest
@@ -250,16 +250,16 @@ class Layer(Caller):
         ``kept`` of another layer, or one that was used before; nothing has run then."""
         training = self.training  # a module that does not train says so
         if not isinstance(kept, Kept) or kept.owner is not self:
-            raise ArgumentError("kept", type(kept).__name__, "what forward() of this very layer gave")
+            raise ArgumentError("kept", type(kept).__name__, "the value that forward() of this layer returned")
         if kept.taken:
-            raise ArgumentError("kept", "used by an earlier backward()", "what one call of forward() gave: it serves "
-                                "one backward()")
+            raise ArgumentError("kept", "used by an earlier backward()", "the value of a new forward(), since each "
+                                "serves one backward()")
         arrays, like, shape = kept.arrays, kept.x[0], self.state_shape(kept.rows)
         dy = rows_of(self.manifest, arrays, dy, kept.steps, kept.batch, like)
         placed = self._gradient(arrays, dy, "dy", (kept.steps, kept.batch, self.width), like)
         states = [None] * len(self.manifest.states) if dstate is None else dstate
         if not isinstance(states, (tuple, list)) or len(states) != len(self.manifest.states):
-            raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays: of "
+            raise ArgumentError("dstate", type(dstate), f"None, or a tuple of {len(self.manifest.states)} arrays for "
                                 f"{', '.join(self.manifest.states)}")
         dstates = [self.zero_state(kept.batch) if value is None else
                    self._gradient(arrays, value, f"dstate[{n}]", shape, like) for n, value in enumerate(states)]

@@ -90,7 +90,7 @@ def spelling(path: Path) -> str:
 def _inspect(path: Path) -> str:
     """The checksum of the file; refuses what must not be loaded: a library's code is run, and a damaged one kills."""
     if path.exists() and not path.is_file():
-        raise ModuleError(f"{path} cannot be read: it is no regular file")
+        raise ModuleError(f"{path} cannot be read: it is not a regular file")
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
@@ -98,15 +98,15 @@ def _inspect(path: Path) -> str:
     except OSError as error:
         raise ModuleError(f"{path} cannot be read: {error}") from error
     if content[:6] != b"\x7fELF\x02\x01" or len(content) < _EHDR.size:
-        raise ModuleError(f"{path} is not a module file: no 64-bit shared library for Linux")
+        raise ModuleError(f"{path} is not a module file, since it is not a 64-bit shared library for Linux")
     if not _complete(content):
         raise ModuleError(f"{path} is damaged: it is shorter than its header says")
     if content.find(_MANIFEST) < 0:
         raise ModuleError(f"{path} is a shared library, but not one that ecornn made")
     whole = checksum.holds(content)
     if not whole:
-        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is "
-                          f"{'missing' if whole is None else 'another'}")
+        raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum "
+                          f"{'is missing' if whole is None else 'does not match'}")
     return checksum.said(content).hex()
 
 

@@ -138,7 +138,7 @@ class Module:
 
             weights = read_layer(weights, prefix)
         elif prefix:
-            raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
+            raise ArgumentError("prefix", prefix, "no prefix, since weights is not the name of a file")
         return Layer(self, weights, device, threads)
 
 

@@ -349,8 +349,8 @@ class BoundLayers:
                 return room, one
         if compiling.accepts():
             raise PendingError(None)
-        raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training "
-                            "step before the capture, as PyTorch asks for")
+        raise ArgumentError("x", "an input of the first call", "a call outside of a CUDA graph's capture: run a "
+                            "training step before the capture, as PyTorch's documentation says")
 
 
 def _room(bound: Collection[int], batch: int, alike: Alike) -> int:

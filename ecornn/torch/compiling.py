@@ -156,7 +156,7 @@ class Job:
                 with _loading:
                     self.outcome = module_cache.from_entry(entry)
             if self.outcome is None:
-                self.error = f"nothing can be kept in {cache.folder()}, see ECORNN_CACHE"
+                self.error = f"the build cache {cache.folder()} cannot be written; set ECORNN_CACHE to another folder"
         except WorkerError as error:
             kind, _, said = str(error).partition(": ")
             if kind == ScheduleError.__name__:
@@ -187,8 +187,8 @@ def _tell(spec: LayerSpec) -> None:
     if not _told:
         _told.append("said")
         logging.getLogger("ecornn").warning(
-            "PyTorch's own layers run while theirs are compiled in the background, from %s on; "
-            "ecornn.torch.prepare(model, *example) compiles ahead", spec.workload)
+            "compiling in the background, first %s; PyTorch's own layers run until then. "
+            "To compile ahead, call ecornn.torch.prepare(model, *example)", spec.workload)
 
 
 class Compilers:

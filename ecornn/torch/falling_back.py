@@ -33,16 +33,18 @@ _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", la
 def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
     """The reason that PyTorch's own layer has to run, empty if it has not, and whether gradients are asked for."""
     if torch.jit.is_tracing():
-        return "torch.jit.trace records PyTorch's operators only", False
+        return "torch.jit.trace only records PyTorch's operators", False
     if exporting_to_onnx():
-        return "torch.onnx.export knows PyTorch's operators only", False
+        return "torch.onnx.export only knows PyTorch's operators", False
     data = input.data if isinstance(input, PackedSequence) else input
     if not serves(data.device, data.dtype) or (data.is_cpu and torch.is_autocast_enabled("cpu")):
         check_type(data, module._flat_weights[0])
-        return (f"compiled ones are for float32 and float64 on a CPU, without autocast, and for float32, float16 and "
-                f"bfloat16 on a GPU, and this is {data.dtype} on {data.device.type}"), False
+        return ("compiled layers serve float32 and float64 on a CPU, without autocast, and float32, float16 and "
+                f"bfloat16 on a GPU; the input is {data.dtype} on {data.device.type}"), False
     asked = derivatives(lambda: (data, *tensors_of(hx), *weights_of(module)))
-    return ("forward derivatives are asked for", False) if asked == "forward derivatives" else ("", bool(asked))
+    if asked == "forward derivatives":
+        return "compiled layers have no forward derivatives", False
+    return "", bool(asked)
 
 
 def exporting_to_onnx() -> bool:
@@ -86,9 +88,10 @@ def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
 def _by_torch(module: Any, input: Any, hx: Any, why: str) -> Any:
     if why:
         if module.TORCH is None:
-            raise FallbackError(f"PyTorch has no layer of this cell: {why}")
+            raise FallbackError(f"no compiled layer serves this call, and PyTorch has no layer of this cell: {why}")
         if strict():
-            raise FallbackError(f"PyTorch's own layer would have to run: {why}; ecornn.torch.restore(model) has it run")
+            raise FallbackError(f"PyTorch's own layer would run, which ECORNN_STRICT=1 forbids: {why}; "
+                                "ecornn.torch.restore(model) makes the layers PyTorch's own again")
         warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=4)
     if torch.is_grad_enabled():
         suspect(weights_of(module))
@@ -139,10 +142,10 @@ def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Call
         except PendingError as pending:
             job, why = pending.job, ""
         except ScheduleError as error:
-            job, why = None, f"no compiled layer serves this: {error}"
+            job, why = None, f"no compiled layer serves this call: {error}"
         if job is None and not why:
-            return by_torch(module, input, hx, "a CUDA graph captures this call, and no module was compiled for it "
-                            "before; ecornn.torch.prepare(model, *example) compiles ahead")
+            return by_torch(module, input, hx, "no module was compiled for this call before a CUDA graph captured "
+                            "it; call ecornn.torch.prepare(model, *example) first")
         if job is not None and job.error:
             why = f"{job.spec.workload} could not be compiled: {job.error}"
         if job is None or why:

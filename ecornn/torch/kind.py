@@ -183,7 +183,7 @@ def kind_of(text: str) -> Kind:
     known = (mode == "cell" if colon else mode in CELLS) and keep in (None, "states", "gates")
     fields = *parts, *([] if TF32 in parts else [TF32])
     if not known or fields != (*FIELDS, TF32) or not all(value.isdecimal() for value in parts.values()):
-        raise ArgumentError("kind", text, f"a text as text_of() makes: MODE({'=N,'.join(FIELDS)}=N)")
+        raise ArgumentError("kind", text, f"a text that text_of() returns: MODE({'=N,'.join(FIELDS)}=N)")
     input, hidden, layers, bias, bidirectional, projection, *tf32 = map(int, parts.values())
     return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name, bool(tf32[0]) if tf32 else None,
                 keep)
@@ -203,10 +203,11 @@ def cell_of(name: str) -> Cell:
     if identity not in _here and (where or _builtin(identity)):
         cell = load_cell(where or identity)
         if cell.identity() != identity:
-            raise ArgumentError("kind", name, f"the cell that {where} makes here, {cell.identity()}")
+            raise ArgumentError("kind", name, f"{cell.identity()}, which is the cell that {where} makes in this "
+                                "process")
         _here[identity] = cell
     if identity not in _here:
-        raise ArgumentError("kind", name, "a cell that this process has: make an ecornn.torch.Recurrent of it first")
+        raise ArgumentError("kind", name, "a cell of this process: make an ecornn.torch.Recurrent of it first")
     return _here[identity]
 
 

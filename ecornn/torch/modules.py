@@ -58,7 +58,7 @@ class CompiledModule(torch.nn.Module):
 
     def __prepare_scriptable__(self) -> None:
         """torch.jit.script compiles PyTorch's own layers only. Raises :class:`~ecornn.errors.FallbackError`."""
-        raise FallbackError("torch.jit.script has PyTorch's own layers only: call ecornn.torch.restore(model) first, "
+        raise FallbackError("torch.jit.script only knows PyTorch's own layers: call ecornn.torch.restore(model) first, "
                             "or use torch.export")
 
 
@@ -87,7 +87,7 @@ class Sequences(CompiledModule):
         try:
             return self._compiled(*given, True)
         except ScheduleError as error:
-            return by_torch(self, input, hx, f"no compiled layer has these gradients: {error}")
+            return by_torch(self, input, hx, f"no compiled layer computes these gradients: {error}")
 
     def _compiled(self, input: Any, hx: Any, asked: bool) -> Any:
         """Does what :meth:`forward` does by a compiled module; ``asked``: with gradients."""
@@ -181,7 +181,7 @@ class Compiled(Sequences, torch.nn.RNNBase):
 
     def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
         if self.mode != "LSTM" and "proj_size" in kwargs:
-            raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
+            raise ArgumentError("proj_size", kwargs["proj_size"], "no value: proj_size argument is only supported for "
                                 "LSTM, not RNN or GRU")
         super().__init__(self.mode, *args, **kwargs)
         self.tf32, self.keep = tf32, checked_keep(keep)

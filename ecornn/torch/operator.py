@@ -89,9 +89,9 @@ def _backward(ctx: Any, gradients: Tensors) -> tuple[Any, ...]:
 
 def refuse_again(*_: Any) -> None:
     """Raises :class:`~ecornn.errors.DerivativeError` in place of computing gradients of gradients."""
-    raise DerivativeError("compiled layers have no gradients of gradients: where these are asked for, call "
-                          "ecornn.torch.restore(model) first, which makes its layers torch.nn's again; on a GPU also "
-                          "torch.backends.cudnn.flags(enabled=False)")
+    raise DerivativeError("compiled layers have no gradients of gradients. To compute them, call "
+                          "ecornn.torch.restore(model) first, which makes the layers torch.nn's again; on a GPU also "
+                          "set torch.backends.cudnn.flags(enabled=False)")
 
 
 recurrent_forward.register_autograd(_backward, setup_context=_save)

@@ -68,8 +68,8 @@ def rows_of(batch_sizes: bytes) -> int:
     """The number of packed rows. Raises :class:`ShapeError` for sizes with which kernels would read beside x."""
     sizes = np.frombuffer(batch_sizes, np.int64)
     if not len(sizes) or sizes[-1] < 0 or (np.diff(sizes) > 0).any():
-        raise ShapeError("input.batch_sizes", sizes.tolist(), "one for each step, none larger than the one before "
-                         "and none below 0")
+        raise ShapeError("input.batch_sizes", sizes.tolist(), "a size for each step, at least 0 and not larger than "
+                         "the one before")
     return int(sizes.sum())
 
 
@@ -80,7 +80,7 @@ def checked(packed: PackedSequence) -> PackedSequence:
         raise DTypeError("input.batch_sizes", f"{sizes.dtype} on {sizes.device}", "torch.int64 on the host")
     rows = rows_of(sizes.numpy().tobytes())
     if rows > len(data):
-        raise ShapeError("input.data.shape", tuple(data.shape), f"{rows} rows, which batch_sizes have")
+        raise ShapeError("input.data.shape", tuple(data.shape), f"{rows} rows, the sum of batch_sizes")
     return packed if rows == len(data) else PackedSequence(data[:rows], sizes, *orders)
 
 

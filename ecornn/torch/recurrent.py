@@ -53,7 +53,7 @@ class Recurrent(Sequences):
                  dtype: Any = None, tf32: bool | None = None, keep: str | None = None) -> None:
         super().__init__()
         if not isinstance(cell, (Cell, str)):
-            raise ArgumentError("cell", cell, "a Cell, as MyCell(), or the name of a built-in one")
+            raise ArgumentError("cell", cell, "a Cell, such as MyCell(), or the name of a built-in one")
         if not 0 <= dropout <= 1:
             raise ArgumentError("dropout", dropout, "a number from 0 to 1")
         self.cell = get(cell)
@@ -66,8 +66,8 @@ class Recurrent(Sequences):
         kind = kind_of(text_of(self))
         kind.spec(1, 1, "float32", "")  # which checks the sizes
         if not kind.names:
-            raise ArgumentError("cell", self.cell.name, "one with parameters: of a cell without any, ecornn.compile "
-                                "makes a module that can be called")
+            raise ArgumentError("cell", self.cell.name, "a cell with parameters; compile others with "
+                                "ecornn.compile")
         learned = kind.flat(partial(learned_shapes, self.cell))  # other cells may have the same step
         buffers, frozen = self._of_layers(self.cell.buffers), self._of_layers(self.cell.frozen)
         for name, shape in learned.items():
@@ -121,13 +121,14 @@ class Recurrent(Sequences):
             value = inputs[name]
             if packed != isinstance(value, PackedSequence) or (packed and not torch.equal(
                     value.batch_sizes, x.batch_sizes)):
-                raise ArgumentError(f"inputs[{name!r}]", type(value), "packed exactly where x is, and alike")
+                raise ArgumentError(f"inputs[{name!r}]", type(value), "a packed sequence with the batch_sizes of x, "
+                                    "if x is packed; else a tensor")
             value = value.data if packed else value
             if not isinstance(value, torch.Tensor):
                 raise ArgumentError(f"inputs[{name!r}]", type(value), "a tensor")
             if value.shape[:-1] != wanted[:-1] or value.shape[-1] not in (1, self.hidden_size):
-                raise ShapeError(f"inputs[{name!r}].shape", tuple(value.shape), f"{wanted}, or 1 in place of the last, "
-                                 "for one value for all units")
+                raise ShapeError(f"inputs[{name!r}].shape", tuple(value.shape), f"{wanted}, or with 1 as the last, for "
+                                 "one value for all units")
             rows.append(value.expand(wanted))
         whole = torch.cat(rows, dim=-1)
         return PackedSequence(whole, *x[1:]) if packed else whole

@@ -62,12 +62,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{name}: compiled" + (f"; {self.expected[name]}" if name in self.expected else "")
                  for name in self.swapped]
-        lines += [f"{name}: left alone, {why}" for name, why in self.kept.items()]
+        lines += [f"{name}: not compiled, {why}" for name, why in self.kept.items()]
         return "\n".join(lines) or "no recurrent layers"
 
     def _repr_html_(self) -> str:
         return table([*((name, "compiled", self.expected.get(name, "")) for name in self.swapped),
-                      *((name, "left alone", why) for name, why in self.kept.items())], ("layer", "", ""))
+                      *((name, "not compiled", why) for name, why in self.kept.items())], ("layer", "", ""))
 
 
 @public
@@ -117,7 +117,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
             else:
                 kept[name or type(module).__name__] = why
     if kept and falling_back.strict():
-        raise FallbackError("; ".join(f"{name} would be left alone: {why}" for name, why in kept.items()))
+        raise FallbackError("; ".join(f"{name} would not be compiled: {why}" for name, why in kept.items()))
     for module in swapped.values():
         reclass(module, ours)
         module.tf32, module.wait = tf32, wait
@@ -159,17 +159,17 @@ def obstacle(module: torch.nn.Module) -> str | None:
     """The reason that a layer cannot be swapped; None if it can."""
     own = overridden(type(module))
     if own is None:
-        return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
+        return f"{type(module).__name__} is not an LSTM, GRU or RNN of torch.nn"
     if own:
-        return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
+        return f"{type(module).__name__} overrides methods, which may change what it computes: {', '.join(own)}"
     name = "weight_hh_l0" if isinstance(module, torch.nn.RNNBase) else "weight_hh"
     weight = getattr(module, name, None)  # of whatever kind: a parameter, a buffer, computed from others
     if not isinstance(weight, torch.Tensor):
-        return f"its {name} is {weight}, which is no tensor"
+        return f"its {name} is {weight}, not a tensor"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
     if not compiling.serves(weight.device, weight.dtype):
-        return f"its weights are {weight.dtype}, which is not compiled for {weight.device.type}"
+        return f"ecornn does not compile layers with {weight.dtype} weights on {weight.device.type}"
     return None
 
 
@@ -189,8 +189,8 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     Raises :class:`ArgumentError` if no layer of the model is compiled."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, COMPILED)]
     if not layers:
-        raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
-                            "them")
+        raise ArgumentError("model", type(model), "a model with compiled layers, as after "
+                            "ecornn.torch.replace(model)")
     wanted: dict[Any, tuple[LayerSpec, str]] = {}
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,12 +244,12 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
     compilers = compiling.Compilers(0 if alone else min(processes, len(wanted)))
     try:
         jobs = [None if alone or not apart(*asked) else compilers.submit(*asked) for asked in wanted]
-        with going(f"ecornn: none of {len(wanted)} layers is compiled yet") as told:
+        with going(f"ecornn: compiled 0 of {len(wanted)} layers") as told:
             for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
                 if job is not None:
                     job.wait(WORK)  # what it could not compile is compiled here, where its error is one
                 compiled(*asked)
-                told(f"ecornn: {number} of {len(wanted)} layers are compiled, {asked[0].workload}")
+                told(f"ecornn: compiled {number} of {len(wanted)} layers, {asked[0].workload}")
     finally:
         compilers.stop()
 
@@ -461,8 +461,8 @@ def _set_qconfig(module: Any, value: Any) -> None:
     if value is not None:
         restore(module)
         return
-    warnings.warn(f"torch.ao.quantization leaves a compiled {type(module).__name__} as it is, since it goes by exact "
-                  "classes: to have it quantized, call ecornn.torch.restore(model) first, or name the layer in "
+    warnings.warn(f"torch.ao.quantization does not quantize a compiled {type(module).__name__}, since it only knows "
+                  "exact classes. To quantize it, call ecornn.torch.restore(model) first, or name the layer in "
                   "qconfig_spec", stacklevel=2)
 
 

@@ -62,12 +62,12 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
     for key, value in (("input_size", input_size), ("hidden_size", hidden_size)):
         size = value if value is not None else getattr(step, key, None)
         if not isinstance(size, int) or size < 1:
-            raise ArgumentError(key, size, "a number >= 1, here or as an attribute of the module")
+            raise ArgumentError(key, size, "an integer of at least 1, as an argument or an attribute of the module")
         sizes[key] = size
     own = type(step).__name__ if isinstance(step, torch.nn.Module) else getattr(step, "__name__", "step")
     name = re.sub(r"\W", "_", own).strip("_").lower() if name is None else name
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII):
-        raise ArgumentError("name", name, "letters, digits and underscores, a letter first")
+        raise ArgumentError("name", name, "letters, digits and underscores, with a letter first")
     names = states_of(step, states)
     together = len(names) > 1 and len(_positional(step)) == 2
     # a class of its own, which no other process can import
@@ -87,7 +87,7 @@ def states_of(step: Any, states: Sequence[str] | None) -> tuple[str, ...]:
     if given == ["hx"] and isinstance(step, torch.nn.RNNCellBase):
         return ("h", "c") if isinstance(step, torch.nn.LSTMCell) else ("h",)
     if not given:
-        raise ArgumentError("step", step, "one with arguments behind x, its states")
+        raise ArgumentError("step", step, "a step with arguments after x, which are its states")
     return tuple(given)
 
 
@@ -214,8 +214,8 @@ def _no_others(results: list[torch.Tensor], known: list[torch.Tensor]) -> None:
     for node in _backwards(results):
         value = getattr(node, "variable", None)
         if value is not None and id(value) not in own:
-            raise CellError(f"the step reads a parameter, of the shape {tuple(value.shape)}, that is none of its "
-                            "module's: make it one, so that the layer has it too")
+            raise CellError(f"the step reads a parameter of shape {tuple(value.shape)} that its module does not "
+                            "have: register it in the module, so that the layer has it, too")
 
 
 def _array(value: torch.Tensor) -> Array:
@@ -304,10 +304,10 @@ def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: floa
     for node in cell.graph.nodes:
         value = walk.known.get(node)
         if isinstance(value, Value) and _far(_assembled(step, value, cell.own), _array(wanted[node] * 1.0), limit):
-            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's: a fault "
-                           "of ecornn, please report it", node)
-    return CellError(f"cell {cell.name!r}: the step returns something else than what its graph computes: it depends on "
-                     "what changes between calls, such as an attribute that it sets or the number of rows")
+            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's. This is "
+                           "a fault of ecornn; please report it", node)
+    return CellError(f"cell {cell.name!r}: the step does not return what its graph computes. It depends on something "
+                     "that changes between calls, such as an attribute that it sets or the number of rows")
 
 
 def _assembled(step: Any, value: Value, sizes: Sizes) -> Array:
@@ -331,12 +331,12 @@ def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -
     """The error that says what may have dropped or replaced a gradient."""
     own = [node._forward_cls for node in _backwards(returned) if isinstance(
         node, torch.autograd.function.BackwardCFunction)]
-    reasons = [(f"{kind.__name__}, a torch.autograd.Function, has a backward of its own", tuple(place_of(kind)))
+    reasons = [(f"{kind.__name__}, a torch.autograd.Function, defines its own backward", tuple(place_of(kind)))
                for kind in own]
     reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]
-    why, where = reasons[0] if reasons else ("a hook of a tensor, or an operator with a derivative of its own", ())
-    return pointed(f"cell {cell.name!r}: the gradient of {name} is not the module's: {why}; a cell's gradients are "
-                   "those of its forward", where)
+    why, where = reasons[0] if reasons else ("a tensor has a hook, or an operator defines its own derivative", ())
+    return pointed(f"cell {cell.name!r}: the gradient of {name} differs from the module's: {why}; ecornn derives "
+                   "the gradients of a cell from its forward step", where)
 
 
 def _backwards(returned: list[torch.Tensor]) -> Iterable[Any]:

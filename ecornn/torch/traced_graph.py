@@ -31,7 +31,7 @@ WHOLE = ("softplus", "mish", "gelu", "elu", "silu", "native_layer_norm", "native
          "_log_softmax", "hardtanh", "linalg_vector_norm", "std", "var", "var_mean", "mean", "amax", "amin", "clamp",
          "split_with_sizes", "native_dropout", "stack", "log_sigmoid_forward")
 BROKEN_UP = "addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot", "baddbmm", "rms_norm", "square", "logit", "frac"
-BRANCH = "the step reads values of a tensor in Python, which a cell's cannot: use torch.where in place of a branch"
+BRANCH = "the step reads values of a tensor in Python, which a cell cannot do: use torch.where instead of a branch"
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
 
 Place = tuple[str, int]
@@ -115,7 +115,7 @@ class Graph:
         """The one value that a constant has everywhere; None if it has several, or depends on a parameter or buffer."""
         order = self.below([node])
         if any(torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()) for one in order):
-            raise CellError("a step that draws at random is no cell")
+            raise CellError("a step that draws random numbers cannot be a cell")
         learned = {n: self.learned[n] for n in order if n in self.learned}
         if any(weights.kind != "constant" for weights in learned.values()):
             return None

@@ -71,7 +71,8 @@ class Walk(Arithmetic):
         if name == "getitem":
             return self.known[node.args[0]][node.args[1]]
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise CellError("a step that draws at random is no cell; a Dropout is none after the module's eval()")
+            raise CellError("a step that draws random numbers cannot be a cell; call the module's eval() to turn off "
+                            "Dropout")
         given = arguments(node)
         if name in POINTWISE:
             if "decimals" in given:
@@ -103,7 +104,7 @@ class Walk(Arithmetic):
             raise CellError(f"a product of {rows}; expected (B, K)")
         count, K = shape_of(weights)[-2:] if stored else shape_of(weights)[-2:][::-1]
         if (parts := self.sizes.parts(count)) is None:
-            raise CellError(f"a product with {count} rows, which is no multiple of H = {self.sizes.hidden}")
+            raise CellError(f"a product with {count} rows, which is not a multiple of H = {self.sizes.hidden}")
         gates, width = parts
         widths = tuple(gate.width for gate in rows.gates)
         if sum(map(self.sizes.width, widths)) != K:
@@ -223,7 +224,8 @@ class Walk(Arithmetic):
         if node in self.graph.data:
             return self.value(node)
         if (parts := self.sizes.parts(shape_of(node)[dim])) is None:
-            raise CellError(f"{shape_of(node)[dim]} values of the module, no multiple of H = {self.sizes.hidden}")
+            raise CellError(f"{shape_of(node)[dim]} values of the module, which is not a multiple of H = "
+                            f"{self.sizes.hidden}")
         own = tuple((UNITS if parts[0] == 1 else COLUMNS) if n == dim else axis for n, axis in enumerate(axes))
         rows = Value(own, self.known[self.graph.given[1]].gates)
         return self.scalars(lambda _, v: number_of(v), [rows, self.weights(node, own, *parts)], node.name)
@@ -274,7 +276,8 @@ class TracedCell(Cell):
         if self.shown:
             self.states, self.output = ("y", *traced.states), "y"
             if "y" in traced.states:
-                raise CellError(f"cell {self.name!r}: a state is called y, as the output before the states would be")
+                raise CellError(f"cell {self.name!r}: a state is named y, which is the name of the output before the "
+                                "states; rename it")
         self.unread = tuple(self.read.names.values())  # a product may have gates that the step leaves out
         learned = {name: source.learned for name, source in self.read.direct.items()} | self.read.originals
         self.buffers = {name: one.value for name, one in learned.items() if one.kind == "buffer"}
@@ -300,8 +303,8 @@ class TracedCell(Cell):
         for name, original in self.read.originals.items():
             shape = tuple(original.value.shape)
             if (input, hidden) != (self.own.input, self.own.hidden) and not {*shape} <= {1}:
-                raise CellError(f"cell {self.name!r}: {original.name} {shape} is not for I = {input}, H = {hidden}: "
-                                "what is computed of weights has the sizes of the module, "
+                raise CellError(f"cell {self.name!r}: {original.name} {shape} does not fit I = {input}, H = {hidden}: "
+                                "the module computes weights from it, and only for "
                                 f"I = {self.own.input} and H = {self.own.hidden}")
             shapes[name] = _axes(shape)
         return shapes
@@ -312,7 +315,7 @@ class TracedCell(Cell):
             return {}
         given = {name: torch.from_numpy(v) if xp is np else v for name, v in p.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
-            raise TypeError("its weights are computed by PyTorch; pass arrays of NumPy or PyTorch")
+            raise TypeError("PyTorch computes its weights; pass arrays of NumPy or PyTorch")
         like = next(iter(given.values()), torch.empty(0))
         values = {name: given[name].reshape(one.value.shape) for name, one in self.read.originals.items()}
         weights = self.read.computed(values, like)

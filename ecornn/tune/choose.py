@@ -20,7 +20,7 @@ from ecornn.errors import ArgumentError, DeviceError, DTypeError, ScheduleError
 from ecornn.host_cpu import cpuinfo
 from ecornn.manifest import versions
 from ecornn.schedules import all_schedules
-from ecornn.schedules.base import AnySchedule, Task, Value
+from ecornn.schedules.base import AnySchedule, Task, Value, config_text
 from ecornn.targets import resolve
 from ecornn.tune.log import Log, read_all
 from ecornn.tune.lookup import Found, find
@@ -81,7 +81,7 @@ def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
     served = [s for s in asked if reasons[s.name] is None]
     if not served:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
-                            + "; ".join(f"{n} {r}" for n, r in reasons.items()))
+                            + "; ".join(f"{n}: {r}" for n, r in reasons.items()))
     return served
 
 
@@ -94,7 +94,7 @@ def refusal(schedule: AnySchedule, task: Task) -> str | None:
     if task.workload.precision and schedule.kind != "cuda":
         return f"has no {task.workload.precision} products"
     if task.traversal.sequences and not schedule.sequences:
-        return "does not work on one sequence after the other in a column"
+        return "does not serve sequences that are laid end to end in a column"
     return schedule.serves(task)
 
 
@@ -111,7 +111,7 @@ def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> 
             raise ArgumentError(f"config {name}", value, f"one of {', '.join(map(str, knobs[name].values))}")
         chosen[name] = value
     if reason := schedule.check(task, chosen):
-        raise ScheduleError(f"{schedule.name} cannot run with {chosen}: {reason}")
+        raise ScheduleError(f"{schedule.name} cannot run with {config_text(config)}: {reason}")
     return chosen
 
 
@@ -124,7 +124,7 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
         if schedule is None and len(schedules) > 1:
             raise ArgumentError("config", dict(config), "a schedule beside it, one of "
                                 + ", ".join(s.name for s in schedules))
-        return Found(schedules[0], complete(schedules[0], task, config), "configuration given by the caller")
+        return Found(schedules[0], complete(schedules[0], task, config), "the caller gave this configuration")
     log = read_all() if log is None else log
     others = lent(task, log)
     if others is None:
@@ -132,7 +132,7 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
     cell, records = others
     chosen = find(task, schedules, records)
     return chosen if chosen.line is None else replace(
-        chosen, provenance=f"{chosen.provenance}; of {cell}, which has the same products")
+        chosen, provenance=f"{chosen.provenance}; the record is of {cell}, which has the same products")
 
 
 def present(target: str | Device | None) -> Device:
@@ -142,8 +142,8 @@ def present(target: str | Device | None) -> Device:
     general = wanted if wanted in GENERAL.values() else GENERAL[resolve(wanted).kind]
     here = resolve("cpu") if general == "cpu" else host_gpu.detect()
     if here is None:
-        raise DeviceError("target", told(wanted), "'cpu', for there is no CUDA GPU with its driver: tuning measures, "
-                          "so the device must be in this machine, or behind a tracker")
+        raise DeviceError("target", told(wanted), "'cpu', since this machine has no CUDA GPU with its driver. Tuning "
+                          "measures, so the device must be in this machine, or behind a tracker")
     return matched(wanted, here)
 
 
@@ -155,13 +155,13 @@ def matched(target: str | Device, here: Device) -> Device:
     if target == general:
         return here
     if target in GENERAL.values() or resolve(target).arch != here.arch:
-        raise DeviceError("target", told(target), f"{general!r} or {here.arch!r} ({here.name}): tuning measures, so "
+        raise DeviceError("target", told(target), f"{general!r} or {here.arch!r} ({here.name}). Tuning measures, so "
                           "the device must be in this machine, or behind a tracker")
     if isinstance(target, str):
         return here
     if here.kind == "llvm" and target.cores != here.cores:
-        raise DeviceError("target.cores", target.cores, f"{here.cores}, all cores of {here.name} that the process may "
-                          "use, for all of them measure; `taskset` lets it use fewer")
+        raise DeviceError("target.cores", target.cores, f"{here.cores}, the cores of {here.name} that this process may "
+                          "use, since all of them measure; `taskset` reduces their number")
     if missing := sorted(set(target.features) - set(here.features)):
         raise DeviceError("target.features", ", ".join(missing), f"features that {here.name} has")
     return structs.replace(here, cores=min(here.cores, target.cores), features=target.features)

@@ -70,7 +70,7 @@ def is_trial(line: Line) -> TypeGuard[TrialLine]:
 def require_plain(path: Path) -> None:
     """Raises :class:`RecordError` for the name of a compressed log."""
     if path.suffix in (".gz", ".xz"):
-        raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
+        raise RecordError(f"{path} is compressed, and ecornn appends only to plain files; name a .jsonl file")
 
 
 def unpacked(data: bytes, path: Path, most: int) -> bytes:
@@ -130,10 +130,10 @@ class Log:
 def _alone(path: Path) -> Iterator[None]:
     """Holds the lock of a log. Raises :class:`RecordError` where another process has held it for ``LIMIT`` seconds."""
     lock = f"{path.resolve()}.lock"  # the same one, whatever link leads to the log
-    with held(lock, LIMIT, f"nothing is written to {path}") as alone:
+    with held(lock, LIMIT, f"writing to {path} fails") as alone:
         if not alone:
-            raise RecordError(f"another process has held {lock} for {LIMIT:.0f} s, and may be stopped: have "
-                              f"it go on, or end it, or name another log than {path}")
+            raise RecordError(f"another process has held {lock} for {LIMIT:.0f} s; it may be suspended. "
+                              f"Resume or end it, or write to another log than {path}")
         yield
 
 
@@ -267,7 +267,7 @@ def read_all(folders: list[Path] | None = None, hidden: int | None = None) -> Lo
             try:
                 state = path.stat()
                 if not stat.S_ISREG(state.st_mode):  # a pipe is waited for, as a link to a terminal is
-                    raise RecordError(f"{path} is no regular file")
+                    raise RecordError(f"{path} is not a regular file")
                 log.extend(_read(path, state.st_mtime_ns, state.st_size, hidden))
             except (OSError, RecordError) as error:
                 log.problems.append(str(error))
@@ -279,8 +279,8 @@ def warn(log: Log) -> None:
     strange = tuple(problem for problem in log.problems if not problem.endswith(TORN))
     if strange and strange not in _told:
         _told.add(strange)
-        more = f", and {len(strange) - 1} more, which `ecornn doctor` lists" if len(strange) > 1 else ""
-        logging.getLogger("ecornn").warning("tuning logs: %s%s", strange[0], more)
+        more = f", and {len(strange) - 1} more problems (see `ecornn doctor`)" if len(strange) > 1 else ""
+        logging.getLogger("ecornn").warning("skipped a part of the tuning logs: %s%s", strange[0], more)
 
 
 def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedule], seed: int,
@@ -308,8 +308,8 @@ class Journal:
         log = read(path) if path.exists() else Log()
         strange = [problem for problem in log.problems if not problem.endswith(TORN)]
         if strange and not log.lines and not log.newer:
-            raise RecordError(f"{path} is no tuning log: {strange[0]}; move it away, or name another file (--output): "
-                              "nothing is added to what cannot be read")
+            raise RecordError(f"{path} is not a tuning log, so that nothing can be added to it: {strange[0]}. Move it "
+                              "away, or name another file (--output)")
         records = [line.record for line in log.lines]
         runs = (r.run.removeprefix(digest + "-") for r in records
                 if isinstance(r, Start) and r.run.startswith(digest + "-"))
@@ -345,10 +345,12 @@ class Journal:
             lock = FileLock(place, timeout=0)
             lock.acquire()
         except Timeout:
-            raise RecordError(f"another process tunes this layer into {self.path}; wait for it or stop it") from None
+            raise RecordError(f"another process is tuning this layer and writes {self.path}; wait for it or stop "
+                              "it") from None
         except OSError as error:
-            raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}; ECORNN_TUNING_LOGS "
-                              "names another folder") from error
+            raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}; set "
+                              "ECORNN_TUNING_LOGS "
+                              "to another folder") from error
         try:
             yield
         finally:
@@ -409,8 +411,13 @@ def gain_of(run: Journal) -> Gain | None:
     return Gain(default[0].median / best[0].median, low / best_high, high / best_low, not (best[1] or default[1]))
 
 
+def microseconds(us: float) -> str:
+    """``0.8366 µs``, ``35,600 µs``: at least four digits, and no exponent."""
+    return f"{us:,.0f} µs" if us >= 1000 else f"{us:.4g} µs"
+
+
 def words(gain: Gain, default_us: float) -> str:
     if gain.settled:
-        return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
+        return f"{gain.ratio:.2f} times as fast as the untuned default ({microseconds(default_us)})"
     said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; the timings were noisy"
-    return said if gain.low > 1 else f"{said}, and it may be no faster"
+    return said if gain.low > 1 else f"{said}, so the default may be as fast"

@@ -7,6 +7,7 @@ a GPU a configuration of another batch that should take ``OTHER_BATCH`` times as
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ MISSED = 1.25  # slower by this than a configuration of the same records that do
 REACH = 4.0
 OTHER_BATCH = 1.1  # benchmarks/notes/records.md
 YOUNG = 1.1  # what the estimate of a schedule that is younger than a record may be off
-FANCIFUL = "faster than such a device can be"
+FANCIFUL = "faster than this device can be"
+SKIPPED = re.compile(r"; \d+ records? skipped \([^)]*\)")  # as said() writes them
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
 # Bounds far below what was ever measured: operations a nanosecond of a multiprocessor, or of a core (the fastest of the
@@ -93,7 +95,7 @@ def find(task: Task, schedules: Sequence[AnySchedule], log: Log) -> Found:
             evidence.remove(best)
             ignored[FANCIFUL] += 1
         if evidence and min(one.expected for one in evidence) > MISSED * missed:
-            ignored["slower than ones that do not fit here"] += len(evidence)
+            ignored["slower than others, whose configurations do not fit here"] += len(evidence)
             continue
         first_of = [[one for one in evidence if folders[one.line.path.parent] == place] for place in folders.values()]
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
@@ -122,10 +124,10 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Any
     if first is None or first.rank(task) * (1.0 if first.few_steps else YOUNG) + first.beside(task) / of >= (
             best.expected * 1000):
         return None
-    why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} "
-           f"says what T={of} takes" if first.few_steps else
-           f"it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} of "
-           f"{best.trial.time} says {best.expected:g} µs per step, and younger than that")
+    why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, whose record {best.line.place} "
+           f"was measured with T={of}" if first.few_steps else
+           f"it is newer than record {best.line.place} of {best.trial.time}, and it is expected to be faster than "
+           f"{best.trial.schedule}, which takes {best.expected:g} µs per step by that record")
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}")
 
 
@@ -140,7 +142,7 @@ def _for_this_batch(best: Evidence, schedules: Sequence[AnySchedule], task: Task
     if expected is None or expected < OTHER_BATCH * own:
         return None
     return Found(first, config, f"untuned default of {first.name}: for B={task.workload.batch} it is expected to be "
-                 f"faster than the configuration of {name} that record {best.line.place} has for "
+                 f"faster than the configuration of {name} in record {best.line.place}, which is for "
                  f"B={best.trial.workload.batch}")
 
 
@@ -221,7 +223,7 @@ def beyond(task: Task, log: Log) -> str:
             words += [f"I={of.input}"] if of.input < work.input else []
             differences[" ".join(words)] = len(words)
     nearest = sorted(words for words, count in differences.items() if count == min(differences.values()))
-    return f"; there are some for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
+    return f"; the nearest are for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
 
 
 def within(on: Device, device: Device) -> bool:
@@ -241,7 +243,7 @@ def collect(lines: Sequence[TrialLine], by_name: Mapping[str, AnySchedule], task
     for candidate, of in tried.items():
         timed = [line for line in of if proven(line.record)]
         if wrong := sum(line.record.times is not None for line in of) - len(timed):
-            ignored["without a right output"] += wrong
+            ignored["with a wrong output"] += wrong
         if not timed:
             continue
         schedule = by_name.get(candidate.schedule)
@@ -251,7 +253,7 @@ def collect(lines: Sequence[TrialLine], by_name: Mapping[str, AnySchedule], task
             if not one.stale or not any(line.record.revision == schedule.revision for line in of if line not in timed):
                 usable.append(one)
                 continue
-            reason = "stale, and failing since"
+            reason = "stale, and failing since then"
         elif schedule is not None:
             missed = min(missed, best_evidence(timed, schedule.revision, drifts).expected)
         ignored[str(reason)] += len(timed)
@@ -296,12 +298,12 @@ def best_evidence(lines: Sequence[TrialLine], revision: int | None,
 def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | None:
     """The reason why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
-        return "of schedules that do not serve this"
+        return "with schedules that do not serve this layer"
     knobs = schedule.knobs(task)
     if set(config) != {knob.name for knob in knobs} or not (
             listed(config, knobs) or typed(config) == typed(default_of(schedule, task))):
-        return "with knobs or values that the schedule no longer has here"
-    return "of configurations that do not fit here" if schedule.check(task, config) else None
+        return "with knobs or values that the schedule no longer has"
+    return "with configurations that do not fit here" if schedule.check(task, config) else None
 
 
 def listed(config: Config, knobs: Sequence[Knob]) -> bool:
@@ -332,20 +334,20 @@ def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Ta
     trial = one.trial
     assert trial.times is not None
     device = ("this device", f"{trial.device.name} (same architecture)",
-              f"a seed from {trial.device.name}, to be re-checked here by `ecornn tune`")[distance[0]]
+              f"measured on {trial.device.name}, `ecornn tune` may find a faster one here")[distance[0]]
     batch = "same batch" if trial.workload.batch == task.workload.batch else f"batch {trial.workload.batch}"
     width = "" if distance[2] == 0 else f", input {trial.workload.input}"
     length = "" if distance[3] == 0 else f", T={trial.workload.seq}"
     text = (f"record {one.line.place} of {trial.time}: {device}, {batch}{width}{length}, "
             f"{trial.times.median:g} µs per step")
     if one.stale:
-        text += (f" with revision {trial.revision} of {trial.schedule}, now {by_name[trial.schedule].revision}: its "
-                 "configuration is still good, its time is not known")
+        text += (f" with revision {trial.revision} of {trial.schedule}, which is now at "
+                 f"{by_name[trial.schedule].revision}: the configuration still works, but its time may differ")
         if fresh is not None and fresh.trial.times is not None:
-            text += (f", but expected to beat {fresh.trial.schedule} at {fresh.trial.times.median:g} "
-                     f"({fresh.line.place})")
+            text += (f"; it is expected to be faster than {fresh.trial.schedule}, which takes "
+                     f"{fresh.trial.times.median:g} ({fresh.line.place})")
     return text
 
 
 def said(ignored: Mapping[str, int]) -> str:
-    return "".join(f"; {n} ignored, {reason}" for reason, n in ignored.items())
+    return "".join(f"; {n} record{'s' * (n > 1)} skipped ({reason})" for reason, n in ignored.items())

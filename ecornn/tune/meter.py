@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.heartbeat import Heartbeat
 from ecornn.notebook import Line
+from ecornn.tune.log import microseconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,10 +108,11 @@ class LayerMeter:
 
 
 def standing(now: Progress) -> str:
-    """Says how long the rest takes at most, and the best time so far, in µs a step. It states no gain, which is known
+    """Says the best time so far, in µs a step, and how long the rest takes at most. It states no gain, which is known
     once the fastest have been compared."""
     left = [f"at most {duration(now.left_s)} left"] if now.left_s is not None and now.done < now.total else []
-    return ", ".join([*left, "none has run yet" if now.best_us is None else f"best {now.best_us:.4g} µs/step"])
+    best = "no result yet" if now.best_us is None else f"best so far {microseconds(now.best_us)} per step"
+    return ", ".join([best, *left])
 
 
 def duration(seconds: float) -> str:

@@ -137,8 +137,8 @@ class Pool:
                     rest, now = REST, time.monotonic()
                     self.absent = since = self.absent or now
                     if now - since > ABSENCE:
-                        raise ServerError(f"{reason.removeprefix('NoServer: ')}, for {ABSENCE:g} s; the same command "
-                                          "goes on once there is one") from None
+                        raise ServerError(f"{reason.removeprefix('NoServer: ')}, for {ABSENCE:g} s; once there is one, "
+                                          "the same command continues") from None
                 else:
                     losses += 1
                     if losses == LOSSES:
@@ -315,7 +315,7 @@ class ProcessEvaluator:
             except queue.Empty:
                 self.pool.must_be_open()  # or nothing will ever be done
                 if time.monotonic() >= end:
-                    raise TimeoutError(f"no candidate was done within {seconds:g} s") from None
+                    raise TimeoutError(f"no candidate finished within {seconds:g} s") from None
         self.pending -= 1
         if isinstance(outcome, BaseException):
             raise outcome

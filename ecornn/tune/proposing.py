@@ -232,7 +232,7 @@ def prepare(ask: Ask) -> bool:
 def learnt(ask: Ask) -> Search:
     """This process's search, after it has learnt the times of a question."""
     if _search is None:  # of another process, before this one was started in its place
-        raise ScheduleError("the process that searched was lost; the same command goes on")
+        raise ScheduleError("the process that searched has ended unexpectedly; run the same command to continue")
     if ask.parts is not None:
         _search.space.scans = partial(joined, _search.space, ask.parts)
     for candidate, time in ask.told:

@@ -78,9 +78,9 @@ class Tracker:
             servers = _client(self, ANSWER).summary()["server_info"]
             return sum(info["key"] == f"server:{self.key}" for info in servers)
         except Exception as error:  # whatever comes of what something else than a tracker says
-            why = f"it has said nothing for {ANSWER:g} s" if isinstance(error, TimeoutError) else error
-            raise DeviceError("tracker", str(self), "the address of a running tracker, which "
-                              f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({why})") from None
+            why = f"no answer in {ANSWER:g} s" if isinstance(error, TimeoutError) else error
+            raise DeviceError("tracker", str(self), f"the address of a running tracker ({why}); start one "
+                              "with: python -m tvm.exec.rpc_tracker --host 127.0.0.1") from None
 
     def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
         """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine. Raises
@@ -94,8 +94,8 @@ class Tracker:
                 server = _within(deadline - time.monotonic(), lambda: _describe(_request(self)))
                 return server.device if target is None else matched(target, server.device), server.environment
             except TimeoutError:
-                raise DeviceError("key", self.key, f"the key of a server that answers: one of the tracker {self} has "
-                                  f"said nothing for {START:g} s, and may be stopped") from None
+                raise DeviceError("key", self.key, f"the key of a server that answers; one at the tracker {self} has "
+                                  f"not answered for {START:g} s, and may be suspended") from None
             except (NoServer, LostServer) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
@@ -120,8 +120,8 @@ class Connection:
         except DeviceError:
             same = False
         if not same:
-            raise NoServer(f"a server with the key {tracker.key} measures on {told(there)} and not "
-                           f"{told(device)}; give it another key")
+            raise NoServer(f"a server with the key {tracker.key} measures on {told(there)}, not on "
+                           f"{told(device)}; start it with another key")
         self.run = self.session.get_function(MEASURE)
         with contextlib.suppress(AttributeError):  # an older server
             self.session.get_function(WARM)()
@@ -187,7 +187,7 @@ def _client(tracker: Tracker, limit: float) -> Any:
             magic = struct.pack("<i", base.RPC_TRACKER_MAGIC)
             self._sock.sendall(magic)
             if base.recvall(self._sock, len(magic)) != magic:
-                raise RuntimeError("something else listens there")
+                raise RuntimeError("another program listens there")
 
     return Client((tracker.host, tracker.port))
 

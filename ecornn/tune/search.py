@@ -67,7 +67,7 @@ def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[st
 def require_xgboost() -> None:
     """Raises :class:`~ecornn.errors.MissingPackageError` without XGBoost, whichever package brings it."""
     if find_spec("xgboost") is None:
-        raise MissingPackageError("XGBoost is not installed, by which a search ranks what to try: pip install "
+        raise MissingPackageError("XGBoost is not installed, which the search needs to rank candidates: pip install "
                                   "\".[tune]\" in the checkout, or pip install xgboost-cpu")
 
 

@@ -210,7 +210,7 @@ def sample(lines: Sequence[TrialLine], device: Device, count: int, seed: int) ->
         if distance is None or distance[0] != HERE:
             reason = "of another device"
         elif line.record.workload.cell not in BUILTIN:
-            reason = "of a cell that is not built in or has options"
+            reason = "of cells that are not built in or have options"
         elif len(fit) < count:  # whether a configuration still fits takes a tenth of a second
             reason = incomparable(line.record, device)
             fit += [line] if reason is None else []
@@ -224,7 +224,7 @@ def incomparable(trial: Trial, device: Device) -> str | None:
     task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
     schedule = all_schedules().get(trial.schedule)
     if schedule is None or schedule.kind != device.kind or schedule.serves(task):
-        return "of schedules that do not serve this"
+        return "with schedules that do not serve this layer"
     if trial.revision != schedule.revision:
         return "stale (another revision of their schedule)"
     return unfit(schedule, task, up_to_date(trial, schedule, task).config)

@@ -45,11 +45,12 @@ def beyond(task: Task) -> str | None:
     graph = task.graph
     heads, whole = most_heads(graph), 64 if task.workload.itemsize == 2 else 32
     if heads > 1 and task.workload.hidden // heads % whole:
-        return f"trains heads of a multiple of {whole} units on a GPU, not of {task.workload.hidden // heads}"
+        return (f"can train heads of a multiple of {whole} units on a GPU, but these have "
+                f"{task.workload.hidden // heads}")
     for phase in graph.phases:
         terms = [t for p in phase.products for t in p.terms]
         if len({t.transposed for t in terms}) > 1:
-            return f"step {graph.cell!r} multiplies with weights as they are and transposed, in one exchange"
+            return f"step {graph.cell!r} multiplies with weights and with transposed weights in one exchange"
         if any(len({t.operand for t in p.terms}) < len(p.terms) for p in phase.products):
             return f"step {graph.cell!r} multiplies one value twice in one product"
     return None

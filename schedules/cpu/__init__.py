@@ -26,18 +26,18 @@ class CPUSequence(Schedule[Shape]):
 
     def refuses(self, task: Task) -> str | None:
         if task.device.kind != "llvm":
-            return f"runs on CPUs, not on {task.device.kind}"
+            return "runs on CPUs only"
         if task.workload.dtype not in SERVED["llvm"]:
-            return f"computes in {' or '.join(SERVED['llvm'])}; {task.workload.dtype} is served on GPUs only"
+            return f"computes in {' or '.join(SERVED['llvm'])}; only GPUs compute in {task.workload.dtype}"
         if task.traversal.keep is not None and task.workload.weights is not None:
             return f"trains with {task.workload.dtype} weights, not {task.workload.weights}"
         if task.workload.weights == "int8" and most_heads(task.graph) > 1:
-            return "has int8 weights for products of whole rows, not for heads"
+            return "does not support int8 weights in products with heads"
         if task.workload.weights == "int8":
             if not {"avx512vnni", "avxvnni"} & set(task.device.features):
                 return f"needs VNNI (avx512vnni or avxvnni) for int8 weights, which {task.device.arch} lacks"
             if max(task.workload.hidden, task.workload.input) > LONGEST_INT8:
-                return f"sums int8 products in 32 bits, of no more than {LONGEST_INT8} values"
+                return f"supports int8 weights up to H and I of {LONGEST_INT8}, since it sums products in 32 bits"
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -61,18 +61,18 @@ class CPUSequence(Schedule[Shape]):
         for name, tile in tiling.tiles(task, CPUKnobs(config)).items():
             gates = tiling.gates_of(task, name)
             if tile.pairs and tile.ahead:
-                return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
+                return f"{name}: ahead=1 is only possible without pairs"
             if tile.pairs and task.workload.stored != "float32":
-                return f"{name}: products of pairs are of float32 weights, not of {task.workload.stored}"
+                return f"{name}: pairs need float32 weights, not {task.workload.stored}"
             if tile.pairs and head and name != "hoisted":
-                return f"{name}: products of pairs are of whole rows, not of heads"
+                return f"{name}: pairs are not possible with heads"
             if tile.gates and (tile.pairs or task.workload.weights == "int8"):
-                return f"{name}: products of pairs and of integers are of all gates at the same time"
+                return f"{name}: pairs and int8 weights need gates=0"
             need = tiling.registers_used(tile, gates, task.workload.weights or "")
             # one row of one vector is always allowed: a cell may have more gates than registers
             if need > available and (tile.rows, tile.vectors) != (1, 1):
                 return (f"{name}: a tile of {tile.rows} rows and {gates * tile.vectors} vectors needs "
-                        f"{need} vector registers; {task.device.arch} has {available}")
+                        f"{need} vector registers, but {task.device.arch} has {available}")
         return None
 
     def default(self, task: Task) -> Config:

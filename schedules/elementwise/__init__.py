@@ -237,7 +237,7 @@ class Elementwise(Schedule[ElementwiseKnobs]):
         if task.traversal.backward and (reason := beyond(task)):
             return reason
         if task.graph.phases:
-            what = "a recurrent product" if task.graph.product_phases else "statistics of what states give"
+            what = "a recurrent product" if task.graph.product_phases else "statistics that depend on states"
             return f"cell {task.graph.cell!r} has {what}"
         if fault := no_projection(task):
             return fault
@@ -257,11 +257,11 @@ class Elementwise(Schedule[ElementwiseKnobs]):
         plan = self.plan(task, config)
         group, threads, scalars = plan.group, plan.threads, _scalars(task, plan)
         if plan.prefetch < group:
-            return f"groups of {group} steps, but copies only {plan.prefetch} steps ahead"
+            return f"groups of {group} steps need copies as many steps ahead, not {plan.prefetch}"
         if plan.hoisted == "same" and plan.units * len(task.graph.hoisted_outputs) % 2:
-            return "one unit a thread, of an odd number of 16-bit values, which no asynchronous copy serves"
+            return "an asynchronous copy needs an even number of 16-bit values per thread"
         if scalars > CODE:
-            return f"{scalars} scalars of unrolled code"
+            return f"the unrolled code has {scalars} scalars; at most {CODE} are allowed"
         return no_room(task.device, _shared(task, plan), threads, _registers(task, plan))
 
     def default(self, task: Task) -> Config:

@@ -29,7 +29,7 @@ def no_projection(task: Task) -> str | None:
         return "needs tensor cores and asynchronous copies of compute capability 8.0"
     need = rows_mma.shape_of(job_of(task)).shared if task.graph.hoisted_products else 0
     if need > task.device.shared:
-        return f"the projection needs {need} bytes of shared memory, {task.device.shared} available"
+        return f"the product with x needs {need} bytes of shared memory, but {task.device.shared} are available"
     return None
 
 

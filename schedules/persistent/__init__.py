@@ -59,18 +59,19 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         if task.traversal.backward and (reason := beyond(task)):
             return reason
         if task.workload.weights and any(len(phase.operands) > 1 for phase in task.graph.product_phases):
-            return f"has {task.workload.weights} weights for products of one operand each"
+            return f"supports {task.workload.weights} weights only in products of one operand"
         if not task.graph.product_phases:
             return f"cell {task.graph.cell!r} has no recurrent product"
         if most_heads(task.graph) > 1:
             if len({heads_of(phase) for phase in task.graph.product_phases}) > 1:
-                return f"cell {task.graph.cell!r} has products of several numbers of heads"
+                return f"cell {task.graph.cell!r} has products with different numbers of heads"
             if task.graph.statistics:
                 return f"cell {task.graph.cell!r} has statistics of all units beside products with heads"
         if not task.graph.phases[0].products:
             return f"cell {task.graph.cell!r} has statistics before its first product"
         if task.graph.hoisted_statistics and (late := late_operands(task.graph)):
-            return f"cell {task.graph.cell!r} multiplies {late[0].name}, which takes statistics of x and a state"
+            return (f"cell {task.graph.cell!r} multiplies {late[0].name}, which depends on statistics of x and on a "
+                    "state")
         if not task.device.can.tensor_cores:
             return "needs tensor cores of compute capability 8.0"
         if not any(self.check(task, config) is None for _, config in self.cuts(task)):  # the first that is found
@@ -123,7 +124,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         # Conditions on few knobs come first: a search learns from the knobs that were read which it need not ask for.
         reason = self._unplaced(task, knobs) or self._idle_gates(task, knobs)
         if reason is None and knobs.units % (step := plans.unit_step(task, knobs.interleave)):
-            reason = f"units={knobs.units} is no multiple of {step}"
+            reason = f"units={knobs.units} is not a multiple of {step}"
         return reason or self._idle_warps(task, knobs) or self._unfit(task, knobs)
 
     @staticmethod
@@ -135,16 +136,16 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return f"units={units} does not divide a head of {w.hidden // heads}"
         blocks = groups * ceil_div(w.hidden, units)
         if blocks > device.cores:
-            return f"{blocks} blocks on {device.cores} multiprocessors"
+            return f"it needs {blocks} blocks, but there are {device.cores} multiprocessors"
         if knobs.carrier == "cluster":
             size = blocks // (groups * heads)
             if not 2 <= size <= LARGEST:
-                return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
+                return f"a cluster would have {size} blocks; 2 to {LARGEST} are possible"
             if groups * heads > (most := device.clusters(size)):
-                return f"{groups * heads} clusters of {size} blocks, of which {most} are on the chip at once"
+                return f"it needs {groups * heads} clusters of {size} blocks, but {most} fit on the chip at once"
         elif groups not in {ceil_div(w.batch, r) for r in ROWS}:
-            return f"{groups} groups are for clusters"
-        return "a group without batch rows" if (groups - 1) * ceil_div(w.batch, groups) >= w.batch else None
+            return f"groups={groups} is only possible with carrier=cluster"
+        return "a group would have no batch rows" if (groups - 1) * ceil_div(w.batch, groups) >= w.batch else None
 
     @staticmethod
     def _idle_gates(task: Task, knobs: PersistentKnobs) -> str | None:
@@ -154,14 +155,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         lanes = plans.lanes_of(units) if task.graph.statistics else units
         items = ceil_div(lanes * rows, threads)
         if (items - 1) * threads >= lanes * rows or items > ITEMS:
-            return f"{items} items a gate thread"
+            return f"each gate thread would have {items} items; at most {ITEMS} are possible, and none may be idle"
         if lanes * rows <= threads - 32:
-            return "a gate warp without work"
+            return "a gate warp would have no work"
         if task.graph.statistics and lanes > 32 and items > 1 and threads % lanes:
-            return f"{lanes} lanes a row, in turns of {threads} threads"
+            return f"{threads} gate threads do not divide into rows of {lanes} lanes"
         most = max((len(p.statistics) for p in task.graph.phases), default=0)
         if knobs.carrier == "l2" and most > 2 * min(32, lanes):  # a lane sends two
-            return f"{most} statistics at once, of rows of {lanes} lanes"
+            return f"rows of {lanes} lanes are too short for {most} statistics at once"
         return None
 
     @staticmethod
@@ -172,11 +173,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
         lanes = plans.lanes_of(units) if task.graph.statistics else units
         if threads > 1024:
-            return f"{threads} threads a block"
+            return f"a block would have {threads} threads; at most 1024 are possible"
         if threads % 128 and lanes * rows > gate_threads:
-            return "registers are given out to four warps at a time, and there is work for another gate warp"
+            return "another gate warp would cost no registers, which four warps get at a time, and would have work"
         if (warps - 1) * ceil_div(of_state, PAIR * warps) * PAIR >= of_state:
-            return "a product warp without work"
+            return "a product warp would have no work"
         if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
         return None
@@ -185,11 +186,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """None, or the reason why the rest of what is asked for does not fit, beside the projection or without it."""
         device = task.device
         if task.graph.hoisted_statistics and knobs.ahead != 100:
-            return "statistics of the projection are computed after all of it"
+            return "ahead must be 100, since statistics of the product with x need all of it"
         if task.traversal.backward and knobs.ahead != 100:
-            return "an adjoint has no projection"
+            return "a backward pass has no product with x, so that ahead must be 100"
         if late_operands(task.graph) and knobs.ahead != 100:
-            return "the first operands read the projection"
+            return "ahead must be 100, since the first factors read the product with x"
         # neither another chain nor the projection beside makes room for what does not fit without them
         reason = self._crowded(task, self.plan(task, knobs.values, chains=1, ahead=100))
         if reason is None and knobs.chains != 1:
@@ -198,14 +199,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return "a cluster needs no fences"
         if reason is None and knobs.ahead != 100:
             if knobs.carrier == "cluster":
-                return "the projection beside the recurrence needs blocks outside of clusters"
+                return "computing the product with x beside the recurrence needs blocks outside of clusters"
             if task.traversal.reverse:
-                return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
+                return "ahead must be 100 for a recurrence from the last step to the first"
             if knobs.groups * ceil_div(task.workload.hidden, knobs.units) == device.cores:
-                return "no multiprocessor is left for the projection beside the recurrence"
+                return "no multiprocessor is left for the product with x beside the recurrence"
             plan = self.plan(task, knobs.values)
             if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
-                return f"{plan.workers} blocks are too few for the projection beside the recurrence"
+                return f"{plan.workers} blocks are too few for the product with x beside the recurrence"
             reason = self._crowded(task, plan)
         return reason
 
@@ -213,16 +214,18 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """Returns what a plan needs more of than there is, or None."""
         device = task.device
         if any(p.streamed_pairs and not p.slots for p in plan.phases) and plan.rows > STREAMED_ROWS:
-            return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"
+            return (f"{plan.streamed} bytes of a block's weights do not fit on the chip, and {plan.rows} batch rows "
+                    "are too many to stream them")
         if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
-            return f"{plan.streamed} bytes of weights a block do not fit on chip"
+            return f"{plan.streamed} bytes of a block's weights do not fit on the chip"
         limit = register_limit(device, plan.block_threads)
         if plan.registers > limit:
-            return f"about {plan.registers} registers a thread, {limit} available"
+            return f"it needs about {plan.registers} registers per thread, but {limit} are available"
         if plan.workers and plans.worker_shape(task, plan) is None:
-            return f"the projection needs more than {limit} registers a thread"
+            return f"the product with x needs more than {limit} registers per thread"
         shared = max(plans.block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
-        return f"{shared} bytes of shared memory, {device.shared} available" if shared > device.shared else None
+        return (f"it needs {shared} bytes of shared memory, but {device.shared} are available" if shared > device.shared
+                else None)
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many batch rows; in L2, which polls and multiplies eights, of as many eights."""

@@ -165,7 +165,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         if any(len(product.terms) != 1 for phase in graph.product_phases for product in phase.products):
             return f"cell {graph.cell!r} adds products of several values"
         if len({heads_of(phase) for phase in graph.product_phases}) > 1:
-            return f"cell {graph.cell!r} has products of several numbers of heads"
+            return f"cell {graph.cell!r} has products with different numbers of heads"
         if fault := no_projection(task):
             return fault
         most = max(self._clusters(task))
@@ -212,41 +212,42 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         mma, wide = knobs.products != "fma", knobs.products == "wgmma"
         each = 8 * units if mma else units  # of a warp, or a group of lanes
         if mma and lanes > 1:
-            return "lanes share K of multiply-adds alone"
+            return "lanes above 1 is only possible with products=fma"
         if wide and knobs.registers != 100:
-            return "warpgroups have all weights in registers"
+            return "products=wgmma needs registers=100"
         heads, held, cluster = most_heads(task.graph), knobs.heads, knobs.cluster
         head, blocks = w.hidden // heads, ceil_div(w.batch, rows) * (heads // held)
         own = head // cluster
         if cluster > 1 and (knobs.products != "mma" or resident > 1 or rows <= QUAD or held > 1):
-            return "clusters are for mma of more rows than a quad has lanes, of a head, a block on each multiprocessor"
+            return f"clusters need products=mma, more than {QUAD} rows, heads=1 and resident=1"
         if cluster > 1 and head % (8 * units * cluster):
-            return "a warp of a cluster with fewer units than others"
+            return "the units of a head do not divide evenly into the warps of a cluster"
         if blocks <= device.cores * (resident - 1):
-            return f"{blocks} blocks, {resident} of them on each of {device.cores} multiprocessors"
+            return f"resident={resident} is of no use for {blocks} blocks on {device.cores} multiprocessors"
         if units > 1 and each - each // units >= own:
-            return "units that the layer has not"
+            return "a warp would have more units than the layer"
         if heads > 1 and own % each:
             return f"{each} units do not divide a head of {head}"
         if not mma and 4 * (lanes - 1) >= head:
-            return "a lane without a part of K"
+            return "a lane would have no part of K"
         groups = ceil_div(own, each)
         groups = held * (ceil_div(groups, 4) * 4 if wide else groups)  # warps, or groups of lanes
         threads = (groups if mma else ceil_div(groups * lanes, 32)) * 32
         if threads > THREADS:
-            return f"{threads} threads a block"
+            return f"a block would have {threads} threads; at most {THREADS} are possible"
         plan = self.plan(task, config)
         if plan.items > ITEMS:
-            return f"{plan.items} items a thread"
+            return f"each thread would have {plan.items} items; at most {ITEMS} are possible"
         if knobs.registers != 100 and all(p.kept == p.pieces for p in plan.parts):
-            return "all weights are in registers"
+            return "all weights fit into registers, which is registers=100"
         if sum(p.pieces * len(p.products) for p in plan.parts) * units * 4 > CODE:
-            return "too many products of a thread in unrolled code"
+            return "the unrolled code of a thread would have too many products"
         limit = register_limit(device, plan.threads, plan.resident)
         if plan.registers > limit:
-            return f"about {plan.registers} registers a thread, {limit} available"
+            return f"it needs about {plan.registers} registers per thread, but {limit} are available"
         room = min(device.shared, (device.shared + RESERVED) // resident - RESERVED)
-        return f"{plan.shared} bytes of shared memory, {room} available" if plan.shared > room else None
+        return (f"it needs {plan.shared} bytes of shared memory, but {room} are available" if plan.shared > room
+                else None)
 
     def generation(self, task: Task) -> int:
         return 3 if most_heads(task.graph) > 1 else 1 if BlockKnobs(self.default(task)).cluster == 1 else 2
@@ -292,7 +293,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
                                   "hoisted": hoisted, "math": math[1]}
                 if (reason := self.check(task, config)) is None:
                     yield config
-                if reason is None or not reason.startswith("about"):
+                if reason is None or "registers per thread" not in reason:
                     break  # fewer in registers only help where these are what is missing
 
     def features(self, task: Task, plan: BlockPlan) -> dict[str, float]:

@@ -128,9 +128,9 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         if w.dtype == "float32":
             return "needs a 16-bit data type"
         if len(phases) != 1 or not (backward or len(phases[0].operands) == 1) or phases[0].statistics:
-            return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
+            return f"cell {task.graph.cell!r} must have exactly one recurrent product, of one vector"
         if w.hidden > plans.PARTS[-1] * plans.LANES * plans.DEPTH:
-            return f"hidden={w.hidden} is more than {plans.PARTS[-1] * plans.LANES * plans.DEPTH}"
+            return f"hidden={w.hidden} is too large; the limit is {plans.PARTS[-1] * plans.LANES * plans.DEPTH}"
         if fault := no_projection(task):
             return fault
         if next(self.candidates(task), None) is None:
@@ -159,31 +159,33 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         groups, units, parts, row_teams = knobs.groups, knobs.units, knobs.parts, knobs.row_teams
         blocks, rows = groups * ceil_div(w.hidden, units) * parts, ceil_div(w.batch, groups)
         if blocks > device.cores:
-            return f"{blocks} blocks on {device.cores} multiprocessors"
+            return f"it needs {blocks} blocks, but there are {device.cores} multiprocessors"
         if (groups - 1) * rows >= w.batch:
-            return "a group without batch rows"
+            return "a group would have no batch rows"
         if units % (step := plans.unit_step(task)):
-            return f"units={units} is no multiple of {step}"
+            return f"units={units} is not a multiple of {step}"
         if parts > 1 and row_teams == 1:
-            return "warpgroups that share K in blocks that share K"
+            return "row_teams=1 is only possible with parts=1"
         plan = self.plan(task, config)
         if plan.resident < 0:
-            return f"{plan.kept} and {plan.streamed} of {plan.chunks} chunks in registers and streamed"
+            return f"{plan.kept} chunks in registers and {plan.streamed} streamed ones are more than all {plan.chunks}"
         if plan.chunks > plan.most_chunks:
-            return f"{plan.chunks} chunks of K for a warp that copies {plan.most_chunks}, in {plan.stages} stages"
+            return (f"a warp would copy {plan.chunks} chunks of K; at most {plan.most_chunks} are possible in "
+                    f"{plan.stages} stages")
         if plan.tiles < plan.sharers:
-            return f"{plan.tiles} tiles of 64 rows for {plan.sharers} warpgroups"
+            return f"{plan.tiles} tiles of 64 rows are too few for {plan.sharers} warpgroups"
         if plan.finishers < parts:
             return f"{units} units are too few for {parts} blocks"
         if plan.columns > COLUMNS:
-            return f"{plan.columns} columns of a product, {COLUMNS} possible"
+            return f"a product would have {plan.columns} columns; at most {COLUMNS} are possible"
         if plan.share.items > ITEMS:
-            return f"{plan.share.items} items a thread"
+            return f"each thread would have {plan.share.items} items; at most {ITEMS} are possible"
         if plan.registers > plans.REGISTERS[plan.teams][1]:
-            return f"about {plan.registers} registers a thread, {plans.REGISTERS[plan.teams][1]} available"
+            return (f"it needs about {plan.registers} registers per thread, but {plans.REGISTERS[plan.teams][1]} are "
+                    "available")
         if plan.shared > device.shared:
-            return f"{plan.shared} bytes of shared memory, {device.shared} available"
-        return "no room for two stages of state" if plan.stages < min(2, plan.chunks) else None
+            return f"it needs {plan.shared} bytes of shared memory, but {device.shared} are available"
+        return "shared memory has no room for two stages of the state" if plan.stages < min(2, plan.chunks) else None
 
     def search(self, task: Task) -> Config | None:
         best = min(self.candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
@@ -237,7 +239,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
                     break
             if found:
                 return min(found, key=lambda c: estimate(task, self.plan(task, c))) if found[1:] else found[0]
-            if reason is None or not (reason.startswith("about") or " in registers and " in reason):
+            if reason is None or not ("registers per thread" in reason or " in registers and " in reason):
                 return None  # fewer in registers only help where these are what is missing
         return None
 

@@ -225,7 +225,7 @@ class FusedStep(SearchedSchedule[Tile]):
             return "needs compute capability 8.0"
         if task.traversal.backward:
             if most_heads(task.graph) > 1:
-                return f"step {task.graph.cell!r} has products with heads, of weights that are transposed"
+                return f"step {task.graph.cell!r} has products with heads and transposed weights"
             if reason := beyond(task := plain(task)):
                 return reason
         if self.best(task) is None:
@@ -242,11 +242,11 @@ class FusedStep(SearchedSchedule[Tile]):
     def check(self, task: Task, config: Config) -> str | None:
         task, tile = plain(task), self.plan(task, config)
         if not 32 <= tile.threads <= 1024 or tile.threads % 32:
-            return f"{tile.threads} threads a block"
+            return f"a block would have {tile.threads} threads; expected a multiple of 32, at most 1024"
         if tile.depth % tile.split:
-            return f"a tile of depth {tile.depth} cannot be split in {tile.split}"
+            return f"a tile of depth {tile.depth} cannot be split into {tile.split} parts"
         if tile.groups > 1 and tile.rows >= 2 * task.workload.batch:
-            return f"{tile.rows} rows a block for a batch of {task.workload.batch}"
+            return f"a block of {tile.rows} rows is too large for a batch of {task.workload.batch}"
         return no_room(task.device, _shared(task, tile), tile.threads, _gates(task) * tile.thread_rows + REGISTERS)
 
     def search(self, task: Task) -> Config | None:

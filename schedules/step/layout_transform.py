@@ -46,8 +46,8 @@ class LayoutTransform(SearchedSchedule[TilePlan]):
             return fault
         if next(self._candidates(task), None) is None:
             if (heads := most_heads(task.graph)) > 1:
-                return (f"cell {task.graph.cell!r} has heads of {task.workload.hidden // heads} units, which are no "
-                        "whole tiles of tensor cores")
+                return (f"cell {task.graph.cell!r} has heads of {task.workload.hidden // heads} units, which do not "
+                        "fill tiles of tensor cores")
             return f"cell {task.graph.cell!r} has too many gates for a block"
         return None
 
@@ -68,18 +68,18 @@ class LayoutTransform(SearchedSchedule[TilePlan]):
 
     def check(self, task: Task, config: Config) -> str | None:
         if (units := TileKnobs(config).units) % (step := unit_step(task)):
-            return f"units={units} is no multiple of {step}"
+            return f"units={units} is not a multiple of {step}"
         plan, device = self.plan(task, config), task.device
         if plan.threads > 1024:
-            return f"{plan.threads} threads a block"
+            return f"a block would have {plan.threads} threads; at most 1024 are possible"
         if plan.rows % (8 * plan.batch_warps):
-            return f"{plan.rows} batch rows for {plan.batch_warps} warps"
+            return f"{plan.rows} batch rows do not divide into tiles for {plan.batch_warps} warps"
         for p in range(len(plan.gates)):
             if plan.heads[p] > 1 and not plan.whole(p):
                 return (f"units={plan.units} and stages of {plan.stage_pairs} pairs of k-tiles do not divide a head of "
                         f"{plan.own(p)}")
             if plan.weight_rows(p) % (16 * plan.row_warps):
-                return f"{plan.weight_rows(p)} weight rows for {plan.row_warps} warps"
+                return f"{plan.weight_rows(p)} weight rows do not divide into tiles for {plan.row_warps} warps"
             if fault := no_room(device, plan.shared(p), plan.threads, plan.registers(p)):
                 return fault
         return None

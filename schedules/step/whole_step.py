@@ -288,18 +288,18 @@ class WholeStep(SearchedSchedule[StepPlan]):
     def refuses(self, task: Task) -> str | None:
         graph, traversal = task.graph, task.traversal
         if task.workload.seq > FEW:
-            return f"is for calls of {FEW} steps at most"
+            return f"serves calls of at most {FEW} steps"
         if not task.device.can.tensor_cores:
             return "needs compute capability 8.0"
         if graph.statistics or graph.hoisted_statistics:
             return f"cell {graph.cell!r} has sums over a batch row"
         if len(graph.phases) != 1 or not graph.phases[0].products:
-            return f"cell {graph.cell!r} has {len(graph.product_phases)} recurrent products after each other, not one"
+            return f"cell {graph.cell!r} has {len(graph.product_phases)} recurrent products in sequence; expected one"
         operands, states = graph.phases[0].operands, tuple(graph.states.values())
         if len(operands) != 1 or not any(operands[0].same_as(s) for s in states) or late_operands(graph):
-            return f"cell {graph.cell!r} multiplies something else than a state"
+            return f"cell {graph.cell!r} multiplies a value that is not a state"
         if traversal.keep is not None:
-            return "keeps nothing for a backward pass"
+            return "does not keep values for a backward pass"
         if next(self._candidates(task), None) is None:
             return f"cell {graph.cell!r} has too many gates for the registers of a thread"
         return None
@@ -321,7 +321,7 @@ class WholeStep(SearchedSchedule[StepPlan]):
         plan = self.plan(task, config)
         registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
         if plan.cluster > 1 and 2 * plan.rows > plan.threads:
-            return f"{plan.threads} threads to copy {2 * plan.rows} rows"
+            return f"{plan.threads} threads are too few to copy {2 * plan.rows} rows"
         return no_room(task.device, plan.shared, plan.threads, registers)
 
     def search(self, task: Task) -> Config | None:

@@ -315,7 +315,7 @@ at_least = 2
     last = layers[-1]
     assert last.name == "Mine ?x?x8x8 2 layers training" and last.against == () and last.own["slow"].untuned
     assert last.at_least == 2 and [layer.name for layer in selected(layers, ["lstm 1x5", "Mine"])][-1] == last.name
-    refused(ArgumentError, "--list shows them", selected, layers, ["lstm gru"])
+    refused(ArgumentError, "--list shows the names", selected, layers, ["lstm gru"])
 
 
 @pytest.mark.parametrize("text, said", [

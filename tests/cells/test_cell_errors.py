@@ -23,7 +23,7 @@ from ecornn.interpreter import interpret
 from ecornn.layer_spec import LayerSpec
 from ecornn.workload import SINGLE, Workload
 
-DEEP = r"cell 'faulty.*: its step has more operators.*sys\.setrecursionlimit"
+DEEP = r"cell 'faulty.*: its step is a longer chain.*sys\.setrecursionlimit"
 
 
 def faulty(step: Any) -> Given:
@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "wide": (lambda x, h, p: [te.compute((h.shape[0], 2), lambda b, j: h[b, j])],  # here
              "expected (B, H)"),
     "wrong_weight": (lambda x, h, p: [product(h, p["W"], 0)],  # here
-                     "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
+                     "sums 6 terms of h, which has 6 values per row, with W, whose rows have 4"),
     "no_such_gate": (lambda x, h, p: [product(h, p["R"], 3)],  # here
                      "there is no gate 3 of R, which has 1"),
     "no_such_vector": (lambda x, h, p: [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])],  # here
@@ -88,27 +88,27 @@ WRONG: dict[str, tuple[Any, str]] = {
     "by_topi": (lambda x, h, p: [topi.matmul(h, p["R"])],  # here
                 "Tensor dimension mismatch"),
     "no_gates": (lambda x, h, p: [product(h, p["R"], ())],  # here
-                 "there must be one gate at least"),
+                 "at least one gate is needed"),
     "started": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
-        6, lambda k: h[b, k] * p["R"][0, j, k], init=te.const(1.0, "float32")))], "is not a product"),
+        6, lambda k: h[b, k] * p["R"][0, j, k], init=te.const(1.0, "float32")))], "is neither a product"),
     "largest_product": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
-        6, lambda k: h[b, k] * p["R"][0, j, k], te.max))], "is not a product"),
+        6, lambda k: h[b, k] * p["R"][0, j, k], te.max))], "is neither a product"),
     "transposed": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
-        6, lambda k: h[b, k] * p["R"][0, k, j]))], "is not a product"),
+        6, lambda k: h[b, k] * p["R"][0, k, j]))], "is neither a product"),
     "constant_in_a_product": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
-        6, lambda k: 2.0 * h[b, k] * p["R"][0, j, k]))], "is not a product sum_k source[b, k] * weight[gate, j, k]"),
+        6, lambda k: 2.0 * h[b, k] * p["R"][0, j, k]))], "is neither a product sum_k source[b, k] * weight[gate"),
     "part_of_a_row": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
         3, lambda k: h[b, k] * p["R"][0, j, k]))],
-        "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
+        "sums 3 terms of h, which has 6 values per row, with R, whose rows have 6"),
     "wide_operand": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
         12, lambda k: te.compute((h.shape[0], 12), lambda b, j: h[b, j])[b, k] * p["R"][0, j, k]))],
-        "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
+        "sums 12 terms of compute, which has 12 values per row, with R, whose rows have 6"),
     "smallest": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(6, lambda k: h[b, k], te.min))),  # here
-                 "is not a sum"),
+                 "is neither a sum"),
     "half": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(3, lambda k: h[b, k]))),  # here
-             "is not a sum"),
+             "is neither a sum"),
     "other_row": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(6, lambda k: h[b, k])),  # here
-                                       lambda b: 0), "is not a sum"),
+                                       lambda b: 0), "is neither a sum"),
     "of_parameters": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(  # here
         6, lambda k: p["b"][0, k]))), "neither x nor a state"),
     "constant_in_a_sum": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(  # here
@@ -116,11 +116,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "remainder": (lambda x, h, p: [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(  # here
         tirx.Cast("int32", h[b, j]), 3)), h)], "Mod, which cannot be scheduled"),
     "no_value": (lambda x, h, p: [pointwise(lambda b, j: None, h)],  # here
-                 "function(b, j) returned None; expected a value such as h[b, j]"),
+                 "function(b, j) returned None; expected one or several values, such as h[b, j]"),
     "constant_operand": (lambda x, h, p: [product(pointwise(  # here
-        lambda b, j: te.const(0.5, "float32"), h), p["R"], 0)], "pointwise, which is multiplied, is a constant"),
+        lambda b, j: te.const(0.5, "float32"), h), p["R"], 0)], "the factor pointwise of a product is a constant"),
     "narrow_operand": (lambda x, h, p: [product(te.compute((3, 4), lambda b, j: te.tanh(h[b, j])), p["W"], 0)],  # here
-                       "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
+                       "h[b, j] is combined with 4 values per row; values narrower than H can only"),
     "no_such_part": (lambda x, h, p: [pointwise(lambda b, j: te.compute(  # here
         (3, 2, 6), lambda b, g, j: h[b, j], name="parts")[b, 2, j], h)],
         "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
@@ -128,14 +128,14 @@ WRONG: dict[str, tuple[Any, str]] = {
         h.shape, "float32", name="other")[b, j] + h[b, j], h)], "other is not an argument of step()"),
     "computed_weight": (lambda x, h, p: [product(h, te.compute(  # here
         p["R"].shape, lambda g, j, k: p["R"][g, j, k] - p["R"][g, k, j]), 0)],
-        "with a parameter as it is; what is computed of parameters is made in derived()")}
+        "The weight must be a parameter itself; compute others in derived()")}
 
 
 @pytest.mark.parametrize(("step", "words"), [
     *(pytest.param(*case, id=name) for name, case in WRONG.items()),
     (extern, "made is a ExternOp; only te.compute is supported"),
-    (scanned, "made is a ScanOp; only te.compute is supported"), (narrow_value, "narrow has 4 values a row"),
-    (residual, "needs an input size of H; here I = 4 and H = 6"), (neighbour, "must be read at [b, j]")])
+    (scanned, "made is a ScanOp; only te.compute is supported"), (narrow_value, "narrow has 4 values per row"),
+    (residual, "outside a product needs I = H; here I = 4 and H = 6"), (neighbour, "must be read at [b, j]")])
 def test_errors_point_at_the_line(step: Any, words: str):
     with pytest.raises(CellError) as caught:
         analyse(faulty(step), 4, 6)
@@ -155,7 +155,7 @@ def test_a_cell_that_reads_x_needs_an_input_of_its_own_size():
 
 
 def test_a_state_that_is_no_tensor():
-    for made, words in ([3], "no tensor: 3"), (None, "no tensor: None"), ({"h": 1}, "no tensor: {'h': 1}"), (
+    for made, words in ([3], "not a tensor: 3"), (None, "not a tensor: None"), ({"h": 1}, "not a tensor: {'h': 1}"), (
             [1, 2], "returned 2 tensors for 1 states"):
         with pytest.raises(CellError, match=words) as caught:
             analyse(faulty(lambda x, h, p, made=made: made), 4, 6)
@@ -196,13 +196,13 @@ def computed(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("value", "words"), [
-    (lambda v, b, j: te.fmod(v, te.const(2.0, "float32")), "uses fmod, which cannot be scheduled; it may use Add"),
+    (lambda v, b, j: te.fmod(v, te.const(2.0, "float32")), "uses fmod, which cannot be scheduled; use one of Add"),
     (lambda v, b, j: tirx.Select(te.isnan(v), v * v, v), "uses isnan, which cannot be scheduled"),
     (lambda v, b, j: v + tirx.Cast("float32", j), "computes with the index j"),
     (lambda v, b, j: tirx.Select(j < 2, v, v * v), "computes with the index j"),
     (lambda v, b, j: v * tirx.Cast("float32", b), "computes with the index b"),
-    (lambda v, b, j: tirx.Cast("int32", v), "is int32; values of a step are float32"),
-    (lambda v, b, j: v * te.const(2.0, "float64"), "is float64; values of a step are float32")])
+    (lambda v, b, j: tirx.Cast("int32", v), "is int32; the values of a step must be float32"),
+    (lambda v, b, j: v * te.const(2.0, "float64"), "is float64; the values of a step must be float32")])
 def test_values_that_cannot_be_computed_point_at_the_line(value: Any, words: str):
     test_errors_point_at_the_line(computed(value), words)
 

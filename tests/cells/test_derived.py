@@ -178,9 +178,9 @@ class Wrong(Computed):
 
 
 @pytest.mark.parametrize(("made", "says"), [
-    (lambda p: {"decay": p["log_tau"]}, r"derived\(\) does not make R, and learned\(\) does not have it"),
+    (lambda p: {"decay": p["log_tau"]}, r"derived\(\) does not return R, nor does learned\(\)"),
     (lambda p: {"decay": p["log_tau"], "R": p["A"][:, :4]},
-     r"derived\(\) makes 'R' of shape \(1, 4, 8\); expected \(4, 8, 8\), or 1 in place"),
+     r"derived\(\) returns 'R' with shape \(1, 4, 8\); expected \(4, 8, 8\); an axis"),
     (lambda p: p["B"], r"derived\(\) failed: KeyError: 'B'")])
 def test_what_is_wrong_with_a_cell_is_said(made: Any, says: str):
     with pytest.raises(CellError, match=says) as raised:
@@ -190,12 +190,12 @@ def test_what_is_wrong_with_a_cell_is_said(made: Any, says: str):
 
 def test_what_is_wrong_with_weights_is_said():
     learned = drawn()[0]
-    with pytest.raises(WeightsError, match=r"weights\['U_l0'\]: \(2, 8\); expected \(8, 2\) of I=5 and H=8"):
+    with pytest.raises(WeightsError, match=r"weights\['U_l0'\]: \(2, 8\); expected \(8, 2\) for I=5 and H=8"):
         derive(Computed(), learned | {"U_l0": np.zeros((2, 8))}, I, H)
-    with pytest.raises(WeightsError, match=r"weights\['W_l1'\]: missing; .*; given are .*, A_l2"):
+    with pytest.raises(WeightsError, match=r"weights\['W_l1'\]: missing; .*; the given names are .*, A_l2"):
         derive(Computed(), learned | {"A_l2": np.zeros((8, 8))}, I, H)
     class Flat(Computed):
         def learned(self, input, hidden):
             return {"a": (hidden,)}
-    with pytest.raises(CellError, match=r"learned\(\) gives 'a' the shape \(8,\); expected two axes or three"):
+    with pytest.raises(CellError, match=r"learned\(\) gives 'a' the shape \(8,\); expected two or three axes"):
         ecornn.torch.Recurrent(Flat(), I, H)

@@ -182,9 +182,9 @@ def smallest(x: Any, h: Any, p: Any) -> Any:
 
 
 @pytest.mark.parametrize(("step", "says"), [
-    (smallest, r"'least' is not a sum over the hidden.*nor a maximum over these\n.*test_other_cells"),
+    (smallest, r"'least' is neither a sum over the hidden.*nor such a maximum\n.*test_other_cells"),
     (lambda x, h, p: [softmax(product(h, p["R"]))],
-     r"softmax\(h_R\): expected a tensor \(B, H\), such as a product with one")])
+     r"softmax\(h_R\): expected a tensor \(B, H\), such as a product of one gate")])
 def test_cells_that_are_wrong_are_told_so(step: Any, says: str):
     with pytest.raises(CellError, match=says):
         analyse(Given(step, lambda input, hidden: {"R": (2, hidden, hidden), "W": (1, hidden, input)}), 5, 6)
@@ -203,11 +203,11 @@ def beside(h: Any) -> Any:
 
 @pytest.mark.parametrize(("step", "says"), [
     (lambda h: of_four(h, lambda j: j // 3), "'most' of groups of 4 units is read at [b, j // 3]; expected [b, j // 4"),
-    (lambda h: of_four(h, lambda j: j), "most has 3 values a row; what is read for each hidden unit has H, here 12"),
+    (lambda h: of_four(h, lambda j: j), "most has 3 values per row; expected H = 12, since it is"),
     (lambda h: of_four(h, lambda j: 3), "is read at [b, 3]; expected [b, j // 4], or the number of a group"),
     (lambda h: of_four(h, lambda j: j // 4, 4, 3), "groups of 3 units is read at [b, j // 4]; expected [b, j // 3]"),
-    (lambda h: of_four(h, lambda j: j // 5, 2, 5), "'most' is not a product sum_k source[b, k] * weight[gate, j, k], "
-     "with a parameter as it is; what is computed of parameters is made in derived(). Nor is it of groups"),
+    (lambda h: of_four(h, lambda j: j // 5, 2, 5), "'most' is neither a product sum_k source[b, k] * "
+     "weight[gate, j, k] nor a sum of groups"),
     (beside, "h[b, j // 4 * 4] outside a product must be read at [b, j]"),
     (lambda h: largest(h, groups=5), "h_largest: groups=5 must be an integer of which H = 12 is a multiple"),
     (lambda h: softmax(h, groups=0), "groups=0 must be an integer of which H = 12 is a multiple")])
@@ -220,11 +220,11 @@ def test_what_is_wrong_of_groups_is_said(step: Any, says: str):
 def test_very_many_groups():
     many = Given(lambda x, h, p: [softmax(product(h, p["R"], 0), groups=int(h.shape[1]) // 2)],
                  lambda input, hidden: {"R": (1, hidden, hidden)}, name="many")
-    with pytest.raises(CellError, match="has 65 groups; 64 are the most"):
+    with pytest.raises(CellError, match="has 65 groups; at most 64 are possible"):
         analyse(many, 5, 130)
     task = Task(Workload("many", 40, I, B, T), analyse(many, I, 40), structs.replace(SMALL, cores=15))
     found = all_schedules()["persistent"].check(task, cut(task, fences="rare", carrier="l2", units=8))
-    assert found == "20 statistics at once, of rows of 8 lanes"
+    assert found == "rows of 8 lanes are too short for 20 statistics at once"
 
 
 @pytest.mark.parametrize(("cell", "schedule", "dtype", "traversal"), [
@@ -269,7 +269,7 @@ def test_who_cannot_take_late_operands_says_so(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(ALL_CELLS, "normalized", Normalized())
     task, schedules = emulated.task_of("normalized", (6, 5, 9, 22), "float32"), all_schedules()
     assert [o.name for o in late_operands(task.graph)] == ["mixed__0"]
-    assert "takes statistics of x and a state" in str(schedules["persistent"].serves(task))
+    assert "depends on statistics of x and on a state" in str(schedules["persistent"].serves(task))
     for name in ("fused_step", "layout_transform"):
         (tmp_path / name).mkdir()
         check_numbers(tmp_path / name, schedules[name], task, schedules[name].default(task))
@@ -277,4 +277,4 @@ def test_who_cannot_take_late_operands_says_so(tmp_path: Path, monkeypatch: pyte
     late = emulated.task_of("lru", (9, 4, 64, 256), "bfloat16", KNOWN["sm_90a"])
     config = {**beside.default(late), "carrier": "l2", "fences": "every", "groups": 1, "units": 8, "ahead": 50}
     assert beside.check(late, {**config, "ahead": 100}) is None
-    assert "read the projection" in str(beside.check(late, config))
+    assert "read the product with x" in str(beside.check(late, config))

@@ -164,22 +164,22 @@ def through(value: Any) -> Any:
 @pytest.mark.parametrize(("cell", "input", "hidden", "says"), [
     (headed(5, (1, 12, 2)), 4, 12, "product(..., R, heads=5): H = 12 must be a multiple of heads"),
     (headed(3, (1, 12, 12)), 4, 12, "R (G, H, H / heads); it is (1, 12, 12)"),
-    (headed(0, (1, 12, 12)), 4, 12, "heads=0): heads must be an integer, 1 at least"),
+    (headed(0, (1, 12, 12)), 4, 12, "heads=0): heads must be an integer of at least 1"),
     (headed(3, (1, 12, 13)), 4, 12, "'R' has shape (1, 12, 13); expected ... H / heads"),
     (headed(3, (1, 12, 5)), 4, 12, "H = 12 must be a multiple of heads, and R (G, H, H / heads); it is (1, 12, 5)"),
-    (headed(1), 4, 12, "sums 12 terms of h, which has 12 values a row, and R, whose rows have 4"),
-    (headed(3, of_x=True), 4, 12, "heads=3): heads are of products of H = 12 values, x has 4"),
-    (headed(3, of_x=True), 12, 12, "x has 3 heads; heads are of products of H values"),
-    (narrow(through(lambda v, h, b, j: v + h[b, j])), 12, 6, "h[b, j] is read beside 3 values a row"),
+    (headed(1), 4, 12, "sums 12 terms of h, which has 12 values per row, with R, whose rows have 4"),
+    (headed(3, of_x=True), 4, 12, "heads=3): only products of H = 12 values can have heads; x has 4"),
+    (headed(3, of_x=True), 12, 12, "x has 3 heads, which only products of H values can have"),
+    (narrow(through(lambda v, h, b, j: v + h[b, j])), 12, 6, "h[b, j] is combined with 3 values per row"),
     (narrow(through(lambda v, h, b, j: 1.0 / v)), 12, 6,
-     "pointwise, which is multiplied, is narrower than H, and not finite where the products are 0"),
+     "the factor pointwise of a product is narrower than H, and it is not finite when the products"),
     (narrow(lambda h, p: product(te.compute((3, 12), lambda b, j: h[b, j // 2]), p["X"], 0)), 12, 6,
-     "compute, which is multiplied, has 12 values a row; what is not x itself has H at most, here 6"),
+     "the factor compute of a product has 12 values per row; only x can have more than H = 6"),
     (narrow(lambda h, p: product(h, p["V"], 0)), 12, 6, "new state 'h' has shape (3, 3); expected (B, H), here (3, 6)"),
     (narrow(lambda h, p: pointwise(lambda b, j: product(h, p["V"], 0)[b, j] + h[b, j], h)), 12, 6,
-     "h_V has 3 values a row; what is read for each hidden unit has H, here 6"),
+     "h_V has 3 values per row; expected H = 6, since it is read for each hidden unit"),
     (narrow(lambda h, p: product(product(h, p["V"], 0), p["T"], 0)), 12, 6,
-     "sums 3 terms of h_V, which has 3 values a row, and T")])
+     "sums 3 terms of h_V, which has 3 values per row, with T")])
 def test_what_is_wrong_is_said(cell: Given, input: int, hidden: int, says: str):
     with pytest.raises(CellError) as caught:
         analyse(cell, input, hidden)

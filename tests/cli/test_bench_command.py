@@ -57,7 +57,7 @@ def run(*arguments: str, code: int = 0) -> Result:
 
 def test_a_layer_against_others(tmp_path: Path):
     said = run(*LSTM, "--against", "torch,onnxruntime,cudnn", "--json", "--csv", str(tmp_path / "rows.csv"))
-    assert "compiling" in said.stderr and "cudnn is left out: cuDNN runs on GPUs alone" in said.stderr
+    assert "compiling" in said.stderr and "leaving out cudnn: cuDNN only runs on GPUs" in said.stderr
     row = json.loads(said.stdout)
     assert {*row["us_per_step"]} == {*row["errors"]} == {"ecornn", "torch", "onnxruntime"}
     assert all(0 < error < 1e-6 for error in row["errors"].values()) and not row["wrong"]
@@ -85,7 +85,7 @@ def test_a_layer_against_others(tmp_path: Path):
 
 def test_a_cell_of_ones_own_trains_beside_a_loop_over_its_step(module: Path):
     row = from_json("bench", str(module), "--cell", OWN, "--training", "--against", "torch", "--seconds", "0.02")
-    assert row["about"]["torch"] == "a loop over the step, in operations of PyTorch"
+    assert row["about"]["torch"] == "a loop over the step in PyTorch"
     assert max(row["errors"].values()) < 1e-6 and {*row["us_per_step"]} == {"ecornn", "torch"}
     assert row["command"].startswith(f"ecornn bench {module} --cell") or "--training" in row["command"]
 
@@ -94,9 +94,9 @@ def test_a_module_alone_says_what_it_cannot_check(module: Path):
     said = run(str(module), "--against", "none", "--seconds", "0.02")
     assert "ecornn is not checked" in said.stderr and said.stdout.strip().endswith("not checked")
     for option, value, why in (("--cell", "gru", "expected the cell of"), ("--batch", "3", "at most 2"),
-                               ("--hidden", "9", "none beside a module's file"),
-                               ("--grid", str(module), "none beside a module's file"),
-                               ("--reproduce", "rows.csv", "nothing beside it")):
+                               ("--hidden", "9", "with a module file"),
+                               ("--grid", str(module), "a grid or a module file"),
+                               ("--reproduce", "rows.csv", "no options that describe")):
         assert why in run(str(module), option, value, code=2).output
 
 
@@ -136,10 +136,10 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     assert "error 1.00e-03, allowed 1.00e-05" in row["wrong"]["torch"] and {*row["us_per_step"]} == {"ecornn"}
     monkeypatch.setattr(measure, "ours", lambda *arguments: off(real(*arguments)))
     said = run(*LSTM, "--against", "none", code=1).stdout
-    assert "ecornn      wrong, not timed: y: error 1.00e-03" in said and "µs/step" not in said
+    assert "ecornn      not timed, its result is wrong: y: error 1.00e-03" in said and "µs/step" not in said
     calls = iter(range(1000))
     monkeypatch.setattr(measure, "ours", lambda *arguments: off(real(*arguments), lambda: 1 + 1e-7 * next(calls)))
-    assert "two runs on one input differ" in run(*LSTM, "--against", "none", code=1).stdout
+    assert "two runs with the same input differ" in run(*LSTM, "--against", "none", code=1).stdout
 
 
 def test_a_library_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +156,7 @@ def test_a_side_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec",
                         lambda name, *more: None if name in ("torch", "onnxruntime") else find(name, *more))
     output = run(*LSTM, "--against", "onnxruntime", code=2).output
-    assert "error: onnxruntime is not installed, which --against onnxruntime needs: install ecornn's extra" in output
+    assert "error: onnxruntime is not installed, but --against onnxruntime needs it: install ecornn's extra" in output
     output = run(*LSTM, "--against", "jax", code=2).output
     assert "expected none, or some of cudnn, cudnn-tf32, torch, loop, onnxruntime" in output
     monkeypatch.setattr("ecornn.compiler.build", lambda *_: pytest.fail("compiled before that is said"))
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "grid.json").write_text('[{"cell": "rnn_relu"}, {"cell": "gru"}, {"cell": "lstm"}]')
     said = run("--grid", str(tmp_path / "grid.json"), *SMALL, "--against", "none", "--json", "--csv",
                str(tmp_path / "out.csv"), code=130)
-    assert "stopped: 1 of 3 layers were done" in said.stderr
+    assert "stopped after 1 of 3 layers" in said.stderr
     assert [row["case"]["cell"] for row in json.loads(said.stdout)["rows"]] == ["rnn_relu"]
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 2
 

@@ -26,16 +26,17 @@ from rooms import ROOT
 from test_records import trial
 
 import ecornn
-from ecornn import heartbeat
+from ecornn import console, heartbeat
 from ecornn.build import nvcc
 from ecornn.cells import BUILTIN
 from ecornn.cli import common, main
 from ecornn.cli.common import folded
-from ecornn.cli.compile_commands import knob
+from ecornn.cli.compile_commands import briefly, knob
 from ecornn.compiler import plan
 from ecornn.errors import ArgumentError, DTypeError
 from ecornn.schedules import all_schedules
 from ecornn.tune.log import append, read
+from ecornn.tune.lookup import said
 from ecornn.tune.record import Finish
 
 LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--target", "cpu"]
@@ -114,7 +115,7 @@ def test_exit_codes_of_the_reference():
 
 @pytest.mark.parametrize("arguments, said", [
     (["tune", "--cell", "lstn", "--hidden", "8"], "cell='lstn':"),
-    (["tune", "--cell", "none.py:Cell", "--hidden", "8"], "there is no"),
+    (["tune", "--cell", "none.py:Cell", "--hidden", "8"], "does not exist"),
     (["tune", "--hidden", "8"], "Missing option '--cell'"),
     (["tune", "--cell", "lstm", "--cell", "nope", "--hidden", "8", "--target", "cpu"], "cell='nope'"),  # the last layer
     (["compile", "--cell", "lstm", "--hidden", "8", "--target", "sm_10", "-o", "x.so"], "target='sm_10'"),
@@ -194,7 +195,7 @@ def test_stopping_a_search_keeps_the_trials_and_leaves_nothing_behind(which, fol
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(which)
     output, _ = process.communicate()
-    assert process.returncode == 130 and "the same command goes on" in output
+    assert process.returncode == 130 and "run the same command again" in output
     all_end(below)
     assert not list(temporary.iterdir())
     (path,) = folder.glob("*.jsonl")
@@ -211,10 +212,10 @@ def test_what_is_wrong_with_the_logs_is_said_once(folder, tmp_path, caplog):
     (folder / "d.jsonl").write_bytes(b"junk\n")
     (folder / "e.jsonl").write_bytes(b'{"kind":"trial"')  # cut off, as a run that was stopped leaves it
     plan("lstm", hidden=24, target="cpu")
-    assert caplog.messages == [f"tuning logs: {folder}/a.jsonl is no regular file, and 3 more, which `ecornn doctor` "
-                               "lists"]
+    assert caplog.messages == [f"skipped a part of the tuning logs: {folder}/a.jsonl is not a regular file, "
+                               "and 3 more problems (see `ecornn doctor`)"]
     said = run("doctor")
-    for name, words in (("b", "is no regular file"), ("c", "No such file"), ("d", "no JSON object")):
+    for name, words in (("b", "is not a regular file"), ("c", "No such file"), ("d", "no JSON object")):
         assert re.search(rf"{name}\.jsonl.*{words}|{words}.*{name}\.jsonl", said)
     plan("lstm", hidden=24, target="cpu")
     assert len(caplog.messages) == 1
@@ -223,7 +224,8 @@ def test_what_is_wrong_with_the_logs_is_said_once(folder, tmp_path, caplog):
 def test_a_folder_of_logs_that_is_a_file_is_said(folder, caplog):
     folder.write_text("")
     plan("lstm", hidden=24, target="cpu")
-    assert caplog.messages == [f"tuning logs: the folder of tuning logs {folder} cannot be read: Not a directory"]
+    assert caplog.messages == [f"skipped a part of the tuning logs: the folder of tuning logs {folder} cannot be read: "
+                               "Not a directory"]
     assert "cannot be read: Not a directory" in run("doctor")
 
 
@@ -290,18 +292,18 @@ def test_from_tuning_to_a_timed_module(folder, tmp_path):
     done = ended(*command)  # results on standard output, how it goes is none
     assert "trial 5/5" in done.stderr and "trial " not in done.stdout.split("log:")[0]
     assert "best:" in done.stdout and "best:" not in done.stderr
-    found = re.search(r"^  ecornn-compile (.*)$", done.stdout, re.MULTILINE)
+    found = re.search(r"^  ecornn compile (.*)$", done.stdout, re.MULTILINE)
     assert found, done.stdout
     (path,) = folder.glob("*.jsonl")
     trials = [t for t in read(path).trials() if t.stage == "search"]
     assert len(trials) == 5 and all(t.check <= 1e-5 for t in trials if t.times)
     before = path.read_bytes()
-    assert "This run is finished: 5 trials" in run(*command) and path.read_bytes() == before
+    assert "after 5 trials; for more" in run(*command) and path.read_bytes() == before
 
     finish = next(line.record for line in read(path).lines if isinstance(line.record, Finish))
     module, arguments = tmp_path / "lstm24.so", found[1].split()
     arguments[arguments.index("-o") + 1] = str(module)
-    output = run("compile", *arguments)
+    output = run("compile", "-v", *arguments)
     assert f"{path.name}:" in output and "this device, same batch" in output
     knobs = " ".join(f"{k}={v}" for k, v in sorted(finish.best.config.items()))
     said = re.search(r"^schedule: (\S+) (.*)$", output, re.MULTILINE)
@@ -327,7 +329,7 @@ def test_many_layers_in_one_session_each_with_its_log(folder):
     command = ["tune", "--cell", "lstm", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8",
                "--target", "cpu", "--trials", "3", "--dtype", "float32", "--dtype", "float16"]
     output = run(*command, code=1)  # float16 is not served on CPUs; the others are tuned all the same
-    assert output.count("error: dtype='float16':") == 2 and "2 of 4 layers have a schedule" in output
+    assert output.count("error: dtype='float16':") == 2 and "2 of 4 layers were tuned" in output
     assert len(re.findall(r"^\[[13]/4\] \S+ T=8 .* µs per step", output, re.MULTILINE)) == 2
     paths = sorted(folder.glob("*.jsonl"))
     assert len(paths) == 2
@@ -345,7 +347,7 @@ def test_a_list_of_layers_says_which_line_is_none(tmp_path):
         assert f"workloads='{listed}:2: {line}'" in output.replace('"', "'") and why in output
     listed.write_text("# nothing\n")
     assert "a file with the options of a layer on each line" in run("tune", "--workloads", str(listed), code=2)
-    assert "--batch is in the lines" in run("tune", "--workloads", str(listed), "--batch", "2", code=2)
+    assert "--batch cannot be used with --workloads" in run("tune", "--workloads", str(listed), "--batch", "2", code=2)
     assert "Missing option '--hidden'" in run("tune", "--cell", "lstm", code=2)
 
 
@@ -372,7 +374,7 @@ def test_overlaps_are_chosen_said_and_explained():
 
 def test_tuning_a_cell_of_a_file(folder):
     cell = f"{ROOT / 'examples' / '02_own_cell.py'}:MinimalGatedUnit"
-    assert f"ecornn-compile --cell {cell}" in run("tune", "--cell", cell, *LAYER[2:], "--trials", "3")
+    assert f"ecornn compile --cell {cell}" in run("tune", "--cell", cell, *LAYER[2:], "--trials", "3")
     (path,) = folder.glob("*.jsonl")
     trials = read(path).trials()
     assert trials[0].workload.cell.startswith("mgu@") and all(t.check <= 1e-5 for t in trials if t.times)
@@ -389,7 +391,7 @@ def test_the_command_ends_for_sizes_of_a_million(tmp_path: Path, folder: Path, s
                            "--hidden", "24", "--input", "8", "--target", "icelake-server", *sizes, "-o", str(file)],
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "no record applies" in done.stderr and file.exists() and "and 999999 more" in done.stderr
+    assert "no record applies" in done.stderr and file.exists() and "and 999999 more problems" in done.stderr
 
 
 @pytest.mark.parametrize(("argument", "value", "allowed"), [
@@ -433,6 +435,34 @@ def test_help_fits_its_terminal(names):
 def test_every_command_is_shown_by_examples_or_has_few_options(names):
     text = help_of(names, 80)
     assert "Usage:" in text and (len(typed(text)) or len(re.findall(r"^  -", text, re.MULTILINE)) <= 5)
+
+
+@pytest.mark.parametrize("name", ["tune", "compile", "bench", "explain"])
+def test_options_stand_below_headings(name: str):
+    heads = re.findall(r"^(\w+) options:$", help_of((name,), 80), re.MULTILINE)
+    expected = {"tune": ["Search"], "bench": ["Comparison"]}.get(name, [])
+    assert heads == ["Layer", *expected, "Output", "Machine", "Advanced", "Other"]
+    rest = help_of((name,), 80).partition("\nOther options:\n")[2].partition("\n\n")[0]  # what GROUPS does not name
+    assert not set(re.findall(r"--[\w-]+", rest)) - {"--help", "--version"}
+
+
+@pytest.mark.parametrize("name", ["tune", "compile"])
+def test_a_command_with_a_program_of_its_own_has_one_help_text(name: str, monkeypatch: pytest.MonkeyPatch,
+                                                              capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", [f"ecornn-{name}", "-h"])
+    monkeypatch.setenv("COLUMNS", "80")  # of which click takes two for a margin
+    with pytest.raises(SystemExit, match="0"):
+        getattr(console, name)()
+    assert capsys.readouterr().out == help_of((name,), 78).replace("Usage: main", "Usage: ecornn")
+
+
+def test_knobs_and_skipped_records_are_said_when_asked_for():
+    layer = "--cell", "lstm", "--hidden", "48", "--batch", "2", "--target", "znver4"
+    assert not re.search(r"^chosen: .*=", run("explain", *layer), re.MULTILINE)
+    assert re.search(r"^chosen: cpu_sequence .*columns=\d", run("explain", *layer, "-v"), re.MULTILINE)
+    why = "record a.jsonl:3 of 2026: this device" + said({"stale": 2, "with a wrong output": 1}) + "; of lstm"
+    assert "2 records skipped (stale); 1 record skipped (" in why
+    assert briefly(why) == "record a.jsonl:3 of 2026: this device; of lstm"
 
 
 def test_commands_of_a_group_are_said_in_whole_sentences():

@@ -99,11 +99,11 @@ def test_rounded_weights_have_fewer_bytes():
 
 def test_the_text_and_json():
     words = ("explain", "--cell", "lstm", "--hidden", "256", "--batch", "1", "--dtype", "float16", "--target", "sm_90a")
-    text = ended(*words).stdout
+    text = ended(*words, "-v").stdout
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
     assert [head for head in heads if not head.isdigit()] == [
-        "lstm", "step", "c:", "schedules", *(name for name, one in all_schedules().items() if one.kind == "cuda"),
-        "chosen:", "why:", "on", "weights", "expected:", "the", "floor:", "a"]
+        "lstm", "step", "c", "schedules", *(name for name, one in all_schedules().items() if one.kind == "cuda"),
+        "chosen:", "why:", "on", "weights", "expected:", "estimate", "floor:", "whole"]
     found = from_json(*words)
     (part,) = found["parts"]
     assert found["device"] in text and part["why"] in text and part["schedule"] == "persistent"
@@ -204,10 +204,10 @@ def test_a_cell_that_all_kinds_of_devices_serve(gated: Report):
     for schedule in ("persistent", "layout_transform"):
         assert {found["sm_90a", schedule, d][n].result for d in ("float32", "tf32", "float16")
                 for n in (0, 1)} == {"yes"}
-    for name, why in (("elementwise", "has a recurrent product"), ("persistent_wide", "not just one recurrent")):
+    for name, why in (("elementwise", "has a recurrent product"), ("persistent_wide", "exactly one recurrent")):
         refused, _ = found["sm_90a", name, "float16"]
         assert refused.result == "no" and why in refused.why
-    assert found["sm_90a", "persistent_block", "float16"][1].why == "persistent_block does not carry out adjoints"
+    assert found["sm_90a", "persistent_block", "float16"][1].why == "does not support backward passes"
 
 
 def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
@@ -265,8 +265,8 @@ def check(cell: Any, *devices: Device) -> Report:
 def test_a_cell_that_reads_x_at_each_unit_is_tried_with_as_many_inputs():
     report = check(step_cells.Average(), H100)
     assert report.good and report.input == report.hidden == 16
-    assert report.wide.result == "no" and "needs an input size of H" in report.wide.why
-    assert "with I unlike H: no [1]" in table(report)
+    assert report.wide.result == "no" and "outside a product needs I = H" in report.wide.why
+    assert "with I other than H: no [1]" in table(report)
     assert {r.schedule: r.forward.result for r in report.rows}["elementwise"] == "yes" and report.exchanges == 0
 
 

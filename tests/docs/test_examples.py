@@ -52,7 +52,7 @@ def test_digits(searched: Path):
 def test_digits_without_pytorch(searched: Path):
     (searched / "torch.py").write_text("raise ImportError('not installed')\n")
     text = run("01_digits.py", cwd=searched, PYTHONPATH=str(searched))
-    assert "This run is finished" in text
+    assert "This run was finished at" in text
     assert re.search(r"^0 predictions differ from PyTorch's kept results", text, re.MULTILINE)
 
 

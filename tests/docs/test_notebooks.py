@@ -101,7 +101,7 @@ def test_a_class_of_a_notebook_and_its_errors(alone: Path):
         "ecornn.torch.prepare(model, torch.zeros(3, 1, 4))"))], alone, errors=True)
     lines = [output["data"]["text/plain"] for output in outputs if output.output_type == "display_data"]
     assert lines[0] == "tuning: done" and len(lines) == 2, "a line for each that changes"
-    assert lines[1].startswith("ecornn: 1 of 1 layers are compiled, gru")
+    assert lines[1].startswith("ecornn: compiled 1 of 1 layers, gru")
     assert "3 in" in html(outputs) and "<svg" in html(outputs)
     cell, argument = ("\n".join(output.traceback).splitlines() for output in outputs if output.output_type == "error")
     assert cell[:3] == ["In[4], line 4: calls()",
@@ -125,7 +125,7 @@ def test_tables_are_escaped_and_say_what_the_text_says():
     assert rows(Profile((gain,), gain)._repr_html_())[1] == [HOSTILE, "1", "4 ms", "1 ms", "4.00x"]
     report = Report(("a",), {HOSTILE: "it is <b>"}, {"a": "twice"})
     assert rows(report._repr_html_()) == [["layer", "", ""], ["a", "compiled", "twice"],
-                                          [HOSTILE, "left alone", "it is <b>"]]
+                                          [HOSTILE, "not compiled", "it is <b>"]]
     module = ecornn.compile("lstm", hidden=9, batch=2, seq=5, target="cpu", layers=2)
     shown = dict(rows(module._repr_html_()))
     assert (shown["module"], shown["sizes"], shown["stack"]) == ("lstm", "T=5 B=2 I=9 H=9 float32", "2 layers")

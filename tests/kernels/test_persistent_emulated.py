@@ -204,7 +204,7 @@ def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell
     else:
         assert plan.streamed and not any(p.slots for p in plan.phases)
         if reason := Persistent().check(task, config):
-            assert re.search("batch rows|registers a thread", reason)
+            assert re.search("batch rows|registers per thread", reason)
             return
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -284,12 +284,12 @@ def test_what_clusters_cannot_do_is_refused():
     def reason(**change: Any) -> str:
         change = {"groups": 2, "units": 32, "warps": 5, "registers": 50, **change}
         return schedule.check(task, cut(task, **{**CLUSTER, **change})) or ""
-    assert not reason() and not reason(groups=6, units=20) and "20 blocks in a cluster" in reason(units=16)
+    assert not reason() and not reason(groups=6, units=20) and "a cluster would have 20 blocks" in reason(units=16)
     small = task_of("lstm", (40, 16, 24, 16), "float16", KNOWN["sm_90a"])
     assert "1 blocks" in (schedule.check(small, cut(small, **CLUSTER, warps=1)) or "")
-    assert "8 clusters of 16 blocks, of which 7 are on the chip" in reason(groups=8, units=20)
+    assert "8 clusters of 16 blocks, but 7 fit on the chip" in reason(groups=8, units=20)
     assert "fences" in reason(fences="every") and "outside of clusters" in reason(ahead=0)
-    assert "for clusters" in reason(groups=6, carrier="l2")
+    assert "only possible with carrier=cluster" in reason(groups=6, carrier="l2")
 
 
 @pytest.mark.parametrize(("device", "values"), [("sm_90a", ("l2", "cluster")), ("sm_89", ("l2",))])
@@ -310,7 +310,7 @@ def test_default_configuration_is_valid(cell, hidden, batch, dtype):
 
 def test_what_cannot_be_is_refused_with_a_reason():
     schedule, task = Persistent(), task_of("lstm", (4, 20, 800, 800), "bfloat16", KNOWN["sm_90a"])
-    for units, reason in ((2, "blocks on"), (21, "multiple of")):
+    for units, reason in ((2, "1200 blocks"), (21, "multiple of")):
         assert reason in str(schedule.check(task, {**schedule.default(task), "units": units}))
     assert "do not fit" in str(schedule.serves(task_of("lstm", (4, 1, 4096, 4096), "bfloat16", KNOWN["sm_90a"])))
 
@@ -396,7 +396,7 @@ def test_statistics_need_whole_rows_of_lanes():
     assert [lanes_of(n) for n in (1, 2, 6, 16, 24, 32, 34, 64, 70)] == [1, 2, 8, 16, 32, 32, 64, 64, 96]
     task = task_of(NORM, (5, 9, 24, 80), "float16", SMALL)
     assert "64 lanes a row" in (Persistent().check(task, cut(task, units=40, gate_warps=3, warps=1)) or "")
-    assert "after all of it" in (Persistent().check(task, cut(task, ahead=0, units=16)) or "")
+    assert "need all of it" in (Persistent().check(task, cut(task, ahead=0, units=16)) or "")
 
 
 @pytest.mark.parametrize("cell", [NORM, GRU_NORM])

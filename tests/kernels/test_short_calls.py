@@ -226,9 +226,9 @@ def test_launches_may_begin_early():
 
 
 @pytest.mark.parametrize(("cell", "traversal", "reason"), [
-    ("gru_reset_before", Traversal(), "2 recurrent products after each other"),
-    ("indrnn", Traversal(), "0 recurrent products"), ("pair", Traversal(), "something else than a state"),
-    ("lstm(layer_norm)", Traversal(), "sums over a batch row"), ("lstm", Traversal(keep="gates"), "keeps nothing")])
+    ("gru_reset_before", Traversal(), "2 recurrent products in sequence"),
+    ("indrnn", Traversal(), "0 recurrent products"), ("pair", Traversal(), "a value that is not a state"),
+    ("lstm(layer_norm)", Traversal(), "sums over a batch row"), ("lstm", Traversal(keep="gates"), "does not keep")])
 def test_what_it_does_not_serve(cell: str, traversal: Traversal, reason: str):
     assert reason in str(WHOLE.serves(task_of(cell, (1, 4, 16, 16), "float32", KNOWN["sm_90a"], traversal)))
 
@@ -239,7 +239,7 @@ def test_what_is_chosen_for_how_many_steps():
         few, many = (plan("lstm", seq=seq, **sizes).found for seq in (1, 300))
         assert few.schedule.name == "whole_step" != many.schedule.name
         assert few.provenance.startswith("untuned default of whole_step: ")
-    assert "of which record h100" in plan("lstm", seq=1, hidden=1024, batch=16, dtype="float16",
+    assert "whose record h100" in plan("lstm", seq=1, hidden=1024, batch=16, dtype="float16",
                                           target="sm_90a").found.provenance
     task = task_of("lstm", (FEW + 1, 4, 16, 16), "float32", KNOWN["sm_90a"])
     assert "8 steps at most" in str(WHOLE.serves(task)) and WHOLE.serves(replaced(task, FEW)) is None

@@ -248,7 +248,7 @@ def test_layers_whose_adjoint_does_not_fit_are_refused(monkeypatch):
     inner = adjoint_task(task)
     assert "persistent" in [s.name for s in serving_or_raise(inner)]
     monkeypatch.setattr(Persistent, "refuses", lambda self, task: "no room")
-    with pytest.raises(ScheduleError, match="persistent no room"):
+    with pytest.raises(ScheduleError, match="persistent: no room"):
         serving_or_raise(inner)
 
 

@@ -273,11 +273,11 @@ def twins(name: str, outputs: str) -> Any:
 
 def test_a_name_that_two_nodes_have():
     model = twins("recurrent", "other_")
-    refused(ArgumentError, "by their outputs these are Y, other_Y", ecornn.onnx.read, model, "recurrent")
+    refused(ArgumentError, "name it by its output: Y, other_Y", ecornn.onnx.read, model, "recurrent")
     refused(ArgumentError, r"one of Y \(LSTM\), other_Y \(LSTM\)", ecornn.onnx.read, model)
     assert ecornn.onnx.read(model, "Y_h").cell.identity() == "lstm"
     assert ecornn.onnx.read(model, "other_Y").cell.identity() == "lstm(clip=2)"
-    with pytest.raises(ArgumentError, match="a name that one node has"):
+    with pytest.raises(ArgumentError, match="the name of one node"):
         ecornn.onnx.read(twins("Y_h", "other_"), "Y_h")  # one node's name, an output of the other
     assert ecornn.onnx.read(twins("", "other_"), "other_Y").name == "other_Y"
 
@@ -290,7 +290,7 @@ def test_nodes_that_are_not_onnxs():
     model.graph.node[0].domain = "ai.onnx"
     assert ecornn.onnx.read(model, "recurrent").name == "recurrent"
     model.functions.add(name="LSTM", domain="")
-    refused(ArgumentError, "an LSTM, GRU or RNN of ONNX's", ecornn.onnx.read, model)
+    refused(ArgumentError, "an LSTM, GRU or RNN node of ONNX", ecornn.onnx.read, model)
 
 
 def test_a_model_that_contradicts_itself(tmp_path: Path):

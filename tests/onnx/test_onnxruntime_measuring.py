@@ -36,7 +36,7 @@ def test_a_node_that_does_not_gain_stays(recognizer: Path, tmp_path: Path, monke
     made, fast = rewritten(recognizer, tmp_path, batch=4, seq=40, measure=True)
     assert measured == ["LSTM", "LSTM", "GRU", "RNN", ""] and made.times == TIMES[""]
     assert [(one.op, one.times) for one in made.taken] == [(op, TIMES[op]) for op in ("LSTM", "LSTM", "RNN")]
-    assert [one.reason for one in made.left] == ["ONNX Runtime's own takes 1 ms, compiled 2 ms"]
+    assert [one.reason for one in made.left] == ["it is not faster when compiled (1 ms; compiled 2 ms)"]
     assert {"GRU"} == {"LSTM", "GRU", "RNN"} & {*operators(made.model)}
     assert {path.name for path in made.library.parent.glob("*-*.so")} == {one.module.name for one in made.taken}
     alike(fast, session(recognizer), {"x": np.random.default_rng(0).standard_normal((40, 4, 20)).astype(np.float32)})
@@ -50,8 +50,8 @@ def test_a_model_that_does_not_gain_stays(slow: str, recognizer: Path, tmp_path:
     out = tmp_path / "fast.onnx"
     result = CliRunner().invoke(main, ["onnx-rewrite", str(recognizer), "-o", str(out), "--batch", "4", "--seq", "40",
                                        "--target", "cpu"])
-    assert result.exit_code == 0 and "nothing is gained: the new model is as the old one" in result.output
-    assert result.output.count("stays") == 4 and not [*out.with_suffix(".modules").glob("*-*.so")]
+    assert result.exit_code == 0 and "no node was replaced, so the new model equals the old one" in result.output
+    assert result.output.count("as it is") == 4 and not [*out.with_suffix(".modules").glob("*-*.so")]
     feeds = {"x": np.random.default_rng(0).standard_normal((40, 4, 20)).astype(np.float32)}
     for options in (None, ecornn.onnxruntime.session_options(out)):
         alike(session(out, options), session(recognizer), feeds, 0.0)

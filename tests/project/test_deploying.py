@@ -106,7 +106,7 @@ def test_the_image_in_substance(runtime: Path):
     assert "Permission denied" in start("python", "-c", "open('written', 'w')").stderr
     refused = start("python", "-c", "import ecornn; ecornn.compile('gru', hidden=8)")
     assert refused.returncode == 1 and "MissingPackageError" in refused.stderr, refused.stderr
-    assert "this installation runs module files and no more" in start("ecornn", "doctor").stderr
+    assert "this installation can only run module files" in start("ecornn", "doctor").stderr
 
 
 @pytest.mark.slow

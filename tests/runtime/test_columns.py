@@ -202,7 +202,7 @@ def test_modules_without_say_how_to_have_them():
 
 @pytest.mark.parametrize(("options", "kind", "words"), [
     ({"lengths": True, "target": "cpu"}, ArgumentError, r"sequences.*lengths"),
-    ({"target": "cpu"}, ScheduleError, "one sequence after the other"),
+    ({"target": "cpu"}, ScheduleError, "laid end to end in a column"),
     ({"layers": 2, "target": "sm_90a", "overlap": "wavefront"}, ArgumentError, r"overlap.*sequences")], ids=str)
 def test_what_is_refused_to_compile(options: dict[str, Any], kind: type[Exception], words: str):
     refused(kind, words, ecornn.compile, "lstm", hidden=8, sequences=True, **options)

@@ -79,8 +79,8 @@ def test_bfloat16_of_a_safetensors_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--weights-from", "missing.safetensors"), "a file that exists"), ((), "--hidden"), (("--hidden", "7"), ""),
-    (("--prefix", "a."), "none without --weights-from"), (("--node", "a"), "none without MODEL.onnx")])
+    (("--weights-from", "missing.safetensors"), "an existing file"), ((), "--hidden"), (("--hidden", "7"), ""),
+    (("--prefix", "a."), "expected --weights-from beside it"), (("--node", "a"), "expected MODEL.onnx beside it")])
 def test_what_does_not_fit_is_named(words: tuple[str, ...], message: str, tmp_path: Path):
     assert message in said("--cell", "gru", "--target", "cpu", "-o", tmp_path / "a.so", *words,
                            code=2 if message else 0)
@@ -114,20 +114,20 @@ def test_weights_of_another_cell_are_refused(tmp_path: Path):
     save(file, random_weights("gru", I, H))
     refused(f"weights['weight_ih_l0'].shape=({3 * H}, {I}): expected ({4 * H}, {I})", "--cell", "lstm",
             "--weights-from", file, "--target", "cpu", "-o", out)
-    refused("there is no weight_ln_ih_l0", "--cell", "gru(layer_norm)", "--weights-from", file, "--target", "cpu",
-            "-o", out)
+    refused("the weights have no weight_ln_ih_l0", "--cell", "gru(layer_norm)", "--weights-from", file, "--target",
+            "cpu", "-o", out)
     assert not out.exists()
 
 
 def test_weights_of_a_model_have_no_prefix_and_replace_no_file_that_ecornn_did_not_write(tmp_path: Path):
     model, file = tmp_path / "model.onnx", tmp_path / "model.safetensors"
     model.write_bytes(b"no model")
-    refused("--prefix='encoder.': expected none without --weights-from", model, "--prefix", "encoder.",
+    refused("--prefix='encoder.': expected --weights-from beside it", model, "--prefix", "encoder.",
             "-o", tmp_path / "a.so")
     safetensors.numpy.save_file(random_weights("gru", I, H), file)
     for other in (file.read_bytes(), b"something else"):
         file.write_bytes(other)
-        refused(f"weights='{file}': expected a name that is free", model, "-o", tmp_path / "model.so")
+        refused(f"weights='{file}': expected a new name", model, "-o", tmp_path / "model.so")
         assert file.read_bytes() == other and not (tmp_path / "model.so").exists()
     save(file, random_weights("gru", I, H))  # this one may be replaced: what is wrong now is the model, or no onnx here
     text = said(model, "-o", tmp_path / "model.so", code=2)
@@ -154,7 +154,7 @@ def test_a_module_takes_no_other_files_name(tmp_path: Path):
 def test_a_module_takes_the_place_of_a_file_only(tmp_path: Path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    refused("no regular file", "--cell", "rnn_tanh", "--hidden", 8, "--target", "cpu", "-o", pipe)
+    refused("not a regular file", "--cell", "rnn_tanh", "--hidden", 8, "--target", "cpu", "-o", pipe)
     assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -165,7 +165,7 @@ def test_a_node_of_an_onnx_model(tmp_path: Path):
     out = tmp_path / "node.so"
     text = said(tmp_path / "model.onnx", "--node", "recurrent", "--batch", 2, "--target", "cpu", "-o", out)
     assert "node.safetensors" in text and "reverse, lengths" in text
-    assert "do not hold the node's constant initial_h: give" in text
+    assert "does not contain the node's constant initial_h; pass" in text
     layer = ecornn.load(out).bind(out.with_suffix(".safetensors"))
     x = np.random.default_rng(0).standard_normal((4, 2, 5)).astype(np.float32)
     weights = {name: np.concatenate([np.split(value, 3)[k] for k in (1, 0, 2)])  # r, z, n among ONNX's z, r, n
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_holds_itself(tmp_path: Path):
     found: dict[str, Any] = {"epoch": 3}
     found["state_dict"] = {"state_dict": found}
     torch.save(found, tmp_path / "circle.pt")
-    with pytest.raises(ArgumentError, match="a checkpoint whose state_dict is not its own"):
+    with pytest.raises(ArgumentError, match="a checkpoint that does not contain itself"):
         read_layer(tmp_path / "circle.pt")
 
 
@@ -243,7 +243,7 @@ def test_what_a_checkpoint_has_is_named(tmp_path: Path):
     torch.save({"epoch": 3, "model": {"config": {"hidden": 4}}}, tmp_path / "model.pt")
     with pytest.raises(ArgumentError, match=r"a checkpoint with tensors; its keys are epoch, model$"):
         read_layer(tmp_path / "model.pt")
-    for found, said in ({}, "its keys are none"), ([], "not of a list"):
+    for found, said in ({}, "its keys are none"), ([], "it holds a list"):
         torch.save(found, tmp_path / "model.pt")
         with pytest.raises(ArgumentError, match=said):
             read_layer(tmp_path / "model.pt")

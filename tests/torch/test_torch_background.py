@@ -267,7 +267,7 @@ def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture)
             ours(torch.randn(3, batch, 6))
     assert compilers.go() == 2
     (said,) = caplog.messages
-    assert "in the background, from gru T=4 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
+    assert "in the background, first gru T=4 B=1 I=6 H=11 float32;" in said and "prepare(model, *example)" in said
 
 
 @pytest.mark.parametrize("how", ["wait", "ECORNN_WAIT", "ECORNN_STRICT", "ECORNN_CACHE", "deterministic", "own cell"])

@@ -261,7 +261,7 @@ def test_replace_and_restore():
 def test_a_class_with_a_call_of_its_own_is_left_alone():
     kind = type("Mine", (torch.nn.LSTMCell,), {"forward": lambda self, *args: args})
     assert ecornn.torch.replace(torch.nn.Sequential(kind(I, H), torch.nn.GRUCell(I, H).to("meta"))).kept == {
-        "0": "Mine has methods of its own, which may do more: forward", "1": "it is on meta"}
+        "0": "Mine overrides methods, which may change what it computes: forward", "1": "it is on meta"}
 
 
 def test_weights_that_change_without_gradients_are_seen():
@@ -309,7 +309,7 @@ def test_prepare_compiles_what_a_loop_calls(capsys: pytest.CaptureFixture[str]):
     model = Loop(torch.nn.GRUCell(I, H))
     ecornn.torch.replace(model)
     assert ecornn.torch.prepare(model, torch.randn(T, B, I)) == 1
-    assert "1 of 1 layers are compiled, gru T=1 B=4 I=7 H=11 float32" in capsys.readouterr().err
+    assert "compiled 1 of 1 layers, gru T=1 B=4 I=7 H=11 float32" in capsys.readouterr().err
     assert type(model.cell) is ecornn.torch.GRUCell
 
 

@@ -146,7 +146,7 @@ class Classifier(torch.nn.Module):
 def test_replace_swaps_what_it_can_and_says_what_it_could_not(monkeypatch: pytest.MonkeyPatch):
     model, x = Classifier().eval(), torch.randn(T, B, I)
     monkeypatch.setenv("ECORNN_STRICT", "1")
-    refused(FallbackError, "other would be left alone: Other has methods of its own", ecornn.torch.replace, model)
+    refused(FallbackError, "other would not be compiled: Other overrides methods", ecornn.torch.replace, model)
     assert not isinstance(model.first, ecornn.torch.LSTM)
     monkeypatch.setenv("ECORNN_STRICT", "0")
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not(monkeypatch: pytes
         names, weight = list(model.state_dict()), model.first.weight_ih_l0
         report = ecornn.torch.replace(model)
         assert report.swapped == ("first", "second", "cell", "own") and set(report.kept) == {"other"}
-        assert "other: left alone, Other has methods of its own, which may do more: forward" in str(report)
+        assert "other: not compiled, Other overrides methods, which may change what it computes: forward" in str(report)
         assert isinstance(model.first, ecornn.torch.LSTM) and model.again is model.second
         assert list(model.state_dict()) == names and model.first.weight_ih_l0 is weight
         agree(model(x), wanted)
@@ -168,14 +168,14 @@ def test_other_types_on_a_cpu_are_pytorchs(dtype: Any, monkeypatch: pytest.Monke
     layer, x = ecornn.torch.GRU(I, H).to(dtype), torch.randn(T, B, I, dtype=dtype)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            wanted, says = torch.nn.GRU.forward(layer, x), "compiled ones are for float32 and float64 on a CPU"
-            with pytest.warns(UserWarning, match=f"PyTorch's own layer runs: {says}.*this is {dtype} on cpu"):
+            wanted, says = torch.nn.GRU.forward(layer, x), "compiled layers serve float32 and float64 on a CPU"
+            with pytest.warns(UserWarning, match=f"PyTorch's own layer runs: {says}.*the input is {dtype} on cpu"):
                 same(found := layer(x), wanted)
             refused(DTypeError, "float32", layer, x.float())
     found[0].sum().backward()
     assert layer.weight_hh_l0.grad is not None
     monkeypatch.setenv("ECORNN_STRICT", "1")
-    refused(FallbackError, f"float64 on a CPU.*this is {dtype}", layer, x)
+    refused(FallbackError, f"float64 on a CPU.*the input is {dtype}", layer, x)
 
 
 def test_autocast_on_a_cpu_is_pytorchs():
@@ -186,7 +186,7 @@ def test_autocast_on_a_cpu_is_pytorchs():
                 theirs = torch.nn.LSTM.forward(layer, given)
             except RuntimeError:  # on CPUs without AVX-512 PyTorch has no LSTM in bfloat16
                 theirs = None
-            with pytest.warns(UserWarning, match="own layer runs: compiled ones are for float32 and float64 on a CPU"):
+            with pytest.warns(UserWarning, match="own layer runs: compiled layers serve float32 and float64 on a CPU"):
                 if theirs is not None:
                     same(layer(given), theirs)
                     continue
@@ -316,9 +316,9 @@ def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str, monkeypa
     monkeypatch.setenv("ECORNN_STRICT", "0")
     kind = type("Mine", (torch.nn.LSTM,), {method: lambda self, *args: args})
     assert ecornn.torch.replace(Model(kind(I, H))).kept == {
-        "layer": f"Mine has methods of its own, which may do more: {method}"}
+        "layer": f"Mine overrides methods, which may change what it computes: {method}"}
     other = type("Other", (torch.nn.RNNBase,), {})("LSTM", I, H)
-    assert ecornn.torch.replace(Model(other)).kept == {"layer": "Other is no LSTM, GRU or RNN of torch.nn's"}
+    assert ecornn.torch.replace(Model(other)).kept == {"layer": "Other is not an LSTM, GRU or RNN of torch.nn"}
 
 
 class Scaled(torch.nn.RNNBase):
@@ -418,7 +418,7 @@ def test_weights_that_are_no_parameters(name: str, kind: str):
             setattr(layer, weight, value.detach())
     report = ecornn.torch.replace(layer)
     if kind == "gone":
-        assert not report.swapped and "which is no tensor" in report.kept[name]
+        assert not report.swapped and ", not a tensor" in report.kept[name]
         return
     x, hh = parts_of(theirs)
     assert report.swapped == (name,)

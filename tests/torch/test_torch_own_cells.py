@@ -141,12 +141,12 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "mean": (lambda m, x, h: h - h.mean(0), "mean: over the batch, whose rows are apart in a cell"),
     "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3)"),
     "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: places 0 to 1 of an axis of 3"),
-    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is no multiple of H = 11"),
+    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is not a multiple of H = 11"),
     "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 11"),
     "unit": (lambda m, x, h: m.lin(h)[:, 3], "a unit cannot be read by itself"),
-    "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "use torch.where in place of a branch"),
+    "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "use torch.where instead of a branch"),
     "item": (lambda m, x, h: h * m.scale.item(), "depends on the values of a tensor"),
-    "random": (lambda m, x, h: F.dropout(h, 0.5), "a step that draws at random is no cell"),
+    "random": (lambda m, x, h: F.dropout(h, 0.5), "a step that draws random numbers cannot be a cell"),
     "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [13] beside tensors"),
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
@@ -171,7 +171,7 @@ def test_missing_sizes_and_names_are_errors():
     sizes = {"input_size": 3, "hidden_size": 3}
     for step, options, words in ((nn.Linear(3, 3), {}, r"input_size=None.*an attribute of the module"),
                                  (3, {}, "step=3"), (MGU(I, H), {"states": "h"}, "states='h'"),
-                                 (lambda x: x, sizes, "arguments behind x"), (MGU(I, H), {"name": "1"}, "name='1'")):
+                                 (lambda x: x, sizes, "arguments after x"), (MGU(I, H), {"name": "1"}, "name='1'")):
         refused(ArgumentError, words, ecornn.torch.cell, step, **options)
 
 
@@ -273,7 +273,7 @@ def test_other_gradients_than_the_forwards_are_errors():
     for function, words in ((Spike.apply, r"(?s)Spike, a torch.autograd.Function.*torch_step_parts.py:\d+"),
                             (lambda h: h.detach() * h, "detach drops a gradient"),
                             (lambda h: silent(h) + h, "torch.no_grad drops a gradient"),
-                            (hooked, "a hook of a tensor")):
+                            (hooked, "a tensor has a hook")):
         with pytest.raises(CellError, match=words):
             ecornn.torch.cell(Module(lambda m, x, h, f=function: x + f(m.lin(h))), input_size=I, hidden_size=H)
     same_step(Module(lambda m, x, h: x + Cubed.apply(m.lin(h))))
@@ -344,6 +344,6 @@ def test_plain_tensors_and_shared_spellings():
     same_step(Module(lambda m, x, h: (1 - tau) * h + tau * F.relu(x, inplace=True)))
     same_step(Module(lambda m, x, h: torch.cat([h, x], axis=1).chunk(2, dim=1)[1].subtract(h, alpha=2)))
     same_step(Module(lambda m, x, h: x.where(h > 0, m.levels), levels=torch.linspace(0, 1, H)))
-    with pytest.raises(CellError, match=r"a parameter, of the shape \(11,\), that is none of its module's"):
+    with pytest.raises(CellError, match=r"a parameter of shape \(11,\) that its module does not have"):
         outside = nn.Parameter(torch.rand(H))
         ecornn.torch.cell(Module(lambda m, x, h: x + h * outside), input_size=I, hidden_size=H)

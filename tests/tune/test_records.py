@@ -294,7 +294,7 @@ def test_one_run_is_for_one_process_whatever_link_leads_to_its_log(tmp_path):
     link.symlink_to(path.name)
     with Journal.open(path, "ab", True).alone():
         for other in (path, link):
-            with pytest.raises(RecordError, match="another process tunes this layer"), Journal.open(
+            with pytest.raises(RecordError, match="another process is tuning this layer"), Journal.open(
                     other, "ab", True).alone():
                 pass
         with Journal.open(path, "cd", True).alone():  # another layer
@@ -372,7 +372,7 @@ def test_several_streams_are_one_log(packed: Path):
 def test_nothing_is_appended(packed: Path):
     before = packed.read_bytes()
     for action in (lambda: append(packed, trial()), lambda: Journal.open(packed, "ab", True)):
-        with pytest.raises(RecordError, match=r"is compressed, so that nothing is appended to it; name a \.jsonl"):
+        with pytest.raises(RecordError, match=r"is compressed, and ecornn appends only to plain files; name a \.jsonl"):
             action()
     assert packed.read_bytes() == before and list(packed.parent.iterdir()) == [packed]
 

@@ -21,7 +21,7 @@ from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
 from ecornn.tune.log import Line, Log, read_all, shipped_folder
-from ecornn.tune.lookup import find, moved, possible, unfit, within
+from ecornn.tune.lookup import FANCIFUL, find, moved, possible, unfit, within
 from ecornn.tune.record import Times, Trial, decode, encode
 from ecornn.tune.search import CostModel
 from ecornn.tune.selection import best_lines
@@ -52,7 +52,7 @@ def found(*trials: Trial, task: Task = TASK):
 
 def test_records_that_are_too_far_are_named():
     """The nearest ones alone, none that failed or is another cell's, H's or kind of device's."""
-    said, far = "untuned default of fake: no record applies; there are some for ", trial(batch=32)
+    said, far = "untuned default of fake: no record applies; the nearest are for ", trial(batch=32)
     assert found(far).provenance == said + "B=32"
     assert found(far, trial(workload=Workload("lstm", 8, 8, 64, 10, "bfloat16"))).provenance == said + "B=32"
     assert found(trial(workload=Workload("lstm", 8, 8, 4, 10, "bfloat16"))).provenance == said + "bfloat16"
@@ -95,7 +95,7 @@ def test_what_is_much_slower_than_ones_that_do_not_fit_is_no_guide():
     assert found(*near).config["a"] == 2
     near = trial(1.0, batch=4, config=TOO_LARGE), trial(4.0, a=2, batch=4)
     result = found(*near, trial(9.0, a=3, batch=8))
-    assert result.config["a"] == 3 and "1 ignored, slower than ones that do not fit here" in result.provenance
+    assert result.config["a"] == 3 and "1 record skipped (slower than others, whose" in result.provenance
     assert found(*near).line is None and found(*near).config == SCHEDULE.default(TASK)
 
 
@@ -124,7 +124,7 @@ def test_this_device_then_a_smaller_one_then_another_as_a_seed():
     assert alone.config["a"] == 1 and "Other CPU (same architecture)" in alone.provenance
     for only in (seed, trial(a=3, name="Third CPU", cores=8)):
         last = found(only)
-        assert last.config["a"] == 3 and "a seed from Third CPU, to be re-checked" in last.provenance
+        assert last.config["a"] == 3 and "measured on Third CPU, `ecornn tune` may find" in last.provenance
     assert found(trial(device=msgspec.structs.replace(DEVICE, kind="cuda", arch="sm_80"))).line is None
 
 
@@ -204,8 +204,8 @@ def test_a_stale_record_of_a_faster_schedule_beats_a_valid_one_of_a_slower():
     slow = trial(5.7, a=1, schedule="other", revision=7)
     result = find(TASK, schedules, log_of(slow, trial(2.2, a=4, revision=2)))
     assert (result.schedule.name, result.config["a"]) == ("fake", 4)
-    assert "with revision 2 of fake, now 3" in result.provenance
-    assert "expected to beat other at 5.7 (log.jsonl:1)" in result.provenance
+    assert "with revision 2 of fake, which is now at 3" in result.provenance
+    assert "expected to be faster than other, which takes 5.7 (log.jsonl:1)" in result.provenance
     close = find(TASK, schedules, log_of(slow, trial(5.5, a=4, revision=2)))
     assert close.schedule.name == "other"  # what is known goes before what might be a little faster
     # a changed revision makes only its own records stale
@@ -216,7 +216,7 @@ def test_a_stale_record_of_a_faster_schedule_beats_a_valid_one_of_a_slower():
 def test_what_failed_since_it_became_stale_is_not_used():
     failed = trial(a=4, times=None, error="run: wrong output")
     result = found(trial(1.0, a=4, revision=2), failed, trial(9.0, a=2))
-    assert result.config["a"] == 2 and "stale, and failing since" in result.provenance
+    assert result.config["a"] == 2 and "stale, and failing since then" in result.provenance
     assert found(trial(1.0, a=4), failed).config["a"] == 4  # a current time counts, whatever else happened
 
 
@@ -232,13 +232,13 @@ def test_the_default_is_computed_only_where_no_record_applies(monkeypatch: pytes
 def test_what_cannot_be_used_is_counted():
     stale = trial(1.0, a=1, revision=2)
     result = found(stale)
-    assert result.config == stale.config and "revision 2" in result.provenance and "now 3" in result.provenance
+    assert result.config == stale.config and "revision 2" in result.provenance and "now at 3" in result.provenance
     assert found(trial(1.0, revision=2, a=99)).line is None
     assert found(trial(times=None, error="run: wrong output")).line is None
     for odd in (trial(a=99), trial(config={"a": 1, "b": 0}), trial(a=True)):
         assert "no longer has" in found(odd).provenance
     assert "do not fit here" in found(trial(config=TOO_LARGE)).provenance
-    assert "2 ignored, of schedules that do not serve" in found(
+    assert "2 records skipped (with schedules that do not serve" in found(
         trial(schedule="gone"), trial(schedule="gone", index=1), trial(batch=2)).provenance
 
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_used_is_counted():
 def test_a_time_without_a_right_output_counts_nowhere(check):
     wrong, right = trial(1.0, a=1, check=check), trial(9.0, a=2)
     result = found(wrong, right)
-    assert result.config["a"] == 2 and "1 ignored, without a right output" in result.provenance
+    assert result.config["a"] == 2 and "1 record skipped (with a wrong output)" in result.provenance
     assert found(wrong).line is None and [c.config["a"] for c in seeds(TASK, [SCHEDULE], log_of(wrong, right))] == [2]
     assert [line.record.config["a"] for line in best_lines(log_of(wrong, right), {"fake": 3})] == [2]
 
@@ -353,7 +353,7 @@ def test_a_time_that_no_step_can_take_is_not_believed_and_that_is_said():
     large = {"workload": Workload("lstm", 512, 512, 64, 10)}
     for task, of, right, wrong in ((TASK, {}, 10.0, 1e-9), (make(hidden=512, batch=64), large, 900.0, 2.0)):
         result = found(trial(right, a=2, **of), trial(wrong, a=3, stage="final", **of), task=task)
-        assert result.config["a"] == 2 and result.provenance.endswith("; 1 ignored, faster than such a device can be")
+        assert result.config["a"] == 2 and result.provenance.endswith(f"; 1 record skipped ({FANCIFUL})")
         assert found(trial(wrong, a=3, **of), task=task).line is None
 
 
@@ -364,7 +364,7 @@ def test_a_time_far_below_the_schedules_estimate_is_not_believed(us, batch, beli
     monkeypatch.setattr(Fake, "rebatched", lambda self, config, batch, task: config)
     result = found(trial(us, a=3, batch=batch, stage="final"))
     assert (result.line is not None) is believed
-    assert ("1 ignored, faster than such a device can be" in result.provenance) is not believed
+    assert (f"1 record skipped ({FANCIFUL})" in result.provenance) is not believed
 
 
 def test_no_record_that_ships_is_faster_than_a_device_can_be():

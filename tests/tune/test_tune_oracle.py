@@ -339,7 +339,7 @@ def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):
     tuned = ecornn.compile("rnn_relu", hidden=16, batch=2, target="cpu", out=tmp_path / "kept.so")
     assert tuned.manifest.config == other and "record log.jsonl:1" in tuned.manifest.provenance
     chosen = ecornn.compile("rnn_relu", hidden=16, batch=2, target="cpu", schedule="cpu_sequence", config=default)
-    assert chosen.manifest.config == default and "given by the caller" in chosen.manifest.provenance
+    assert chosen.manifest.config == default and "the caller gave this configuration" in chosen.manifest.provenance
     x = np.random.default_rng(0).uniform(-1, 1, (5, 2, 16)).astype(np.float32)
     weights = {p.name: np.full(p.shape, 0.03, np.float32) for p in tuned.manifest.parameters}
     expected, _ = reference("rnn_relu", x, weights)

@@ -127,7 +127,7 @@ def test_the_end_of_the_time_does_not_wait_for_what_is_under_way(tmp_path):
     with evaluator(limit=1e6, quiet=False) as measure:
         measure.submit([candidate("ok"), candidate("slow_build"), candidate("hang")], None)
         assert measure.next()[0] == candidate("ok")
-        refused(TimeoutError, "no candidate was done within", measure.next, 0.3)
+        refused(TimeoutError, "no candidate finished within", measure.next, 0.3)
         assert measure.pending == 2
         measure.drop()
         assert measure.pending == 0

@@ -142,11 +142,11 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
         until(lambda: len(trials()) >= 6)
         first.send_signal(signal.SIGINT)
         said, _ = first.communicate()
-        assert first.returncode == 130 and "the same command goes on" in said, said
+        assert first.returncode == 130 and "run the same command again" in said, said
         done = trials()
         again = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    assert "[3/3] " in again.stderr and " trials in the log" in again.stderr
+    assert "[3/3] " in again.stderr and "resuming: " in again.stderr
     results = json.loads(again.stdout)
     assert {one["workload"]["cell"] for one in results} == {"lstm", "rnn_tanh", "gru"}
     assert all(one["finish"]["best"] and not one["failures"] for one in results)
@@ -248,7 +248,7 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
             with contextlib.suppress(OSError):
                 STRANGE[kind](connection, here)
         threading.Thread(target=serve, daemon=True).start()
-        wanted = "^key='key': .*has said nothing for 1 s" if "server" in kind else f"^tracker='{here}':"
+        wanted = "^key='key': .*has not answered for 1 s" if "server" in kind else f"^tracker='{here}':"
         refused(DeviceError, wanted, here.describe, "cpu")
         if "server" not in kind:
             assert "the address of a running tracker" in run("serve", "--target", "cpu", "--tracker", here, code=2)

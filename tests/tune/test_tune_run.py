@@ -255,7 +255,8 @@ def test_progress_knows_the_default_and_how_long_it_takes_at_most(path, clock):
     tuner.settings = Settings(50, 0, time_limit=1e-3)  # over by now
     assert tuner.expected(10, 5.0) == tuner.expected(0, 5.0) == 0
     assert stages == ["building and measuring candidates", "comparing the fastest 4 in turns"]
-    assert re.fullmatch(rf"at most [\d:]+( s)? left, best {seen[9].best_us:.4g} µs/step", standing(seen[9]))
+    assert re.fullmatch(rf"best so far {seen[9].best_us:.4g} µs per step, at most [\d:]+( s)? left",
+                        standing(seen[9]))
     assert " left" not in standing(seen[-1])
     narrow = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     with Meter(narrow) as meter, meter.layer("") as one:
@@ -367,7 +368,7 @@ def test_a_gain_is_a_figure_where_times_settled_and_an_interval_elsewhere():
     open_ = gain(of([1.0, 1.2, 1.5], 1, noisy=True), of([2.0, 10.0, 12.0], 0))
     assert open_ and not open_.settled and (open_.low, open_.high) == pytest.approx((2 / 1.5, 12.0), rel=1e-4)
     assert words(open_, 10.0) == "1.33 to 12.00 times as fast as the untuned default; the timings were noisy"
-    assert words(Gain(9.0, 0.8, 10.0, False), 10.0).endswith("the timings were noisy, and it may be no faster")
+    assert words(Gain(9.0, 0.8, 10.0, False), 10.0).endswith("the timings were noisy, so the default may be as fast")
     assert gain(*first, best=0) is None and gain(of([1.0], 1)) is None
 
 
