@@ -323,10 +323,11 @@ def profile(model: torch.nn.Module, *example: Any, **named: Any) -> Profile:
     with torch.random.fork_rng():
         prepare(ours, *example, **named)
         calls = calls_of(theirs, [*layers], example, named)
-        found = [Gain(name, f"{type(layer).__name__}({layer.input_size}, {layer.hidden_size})", len(calls[name]),
-                      *seconds(theirs.get_submodule(name), layer, *calls[name][0]))
-                 for name, layer in layers.items() if calls[name]]
-        return Profile(tuple(found), Gain("", type(model).__name__, 1, *seconds(theirs, ours, example, named)))
+        with going("ecornn: timing PyTorch's layers and compiled ones in turns"):
+            found = [Gain(name, f"{type(layer).__name__}({layer.input_size}, {layer.hidden_size})", len(calls[name]),
+                          *seconds(theirs.get_submodule(name), layer, *calls[name][0]))
+                     for name, layer in layers.items() if calls[name]]
+            return Profile(tuple(found), Gain("", type(model).__name__, 1, *seconds(theirs, ours, example, named)))
 
 
 def calls_of(model: torch.nn.Module, names: list[str], example: Any, named: Any) -> dict[str, list[tuple[Any, Any]]]:
