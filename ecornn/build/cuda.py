@@ -37,8 +37,8 @@ def generate(program: Program, device: Device) -> Generated:
     launch are not the program's, or a compiler fails."""
     lowered, (launched, made) = _lower(program, device.arch), as_launched(program)
     kernels, groups = _kernels(launched, lowered, made), _groups(launched, lowered, made)
-    kernels |= {one.name: replace(kernels[one.name], image=number) for number, (group, _) in enumerate(groups)
-                for one in group if one.name in kernels}
+    kernels |= {name: replace(kernels[name], image=number) for number, (names, _) in enumerate(groups)
+                for name in names if name in kernels}
     sources = [text for _, text in groups]
     if packs(program):
         kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(sources))
@@ -62,9 +62,9 @@ def host_sources() -> dict[str, str]:
 
 
 def _groups(launched: Program, lowered: list[_Lowered],
-            made: Mapping[str, OneKernel]) -> list[tuple[list[_Lowered], str]]:
-    """Kernels that are compiled together, and their source: :data:`TOGETHER` at most, but for the parts of one of those
-    ``made``. The projection is as good as the same for all configurations of a workload, so it is compiled apart,
+            made: Mapping[str, OneKernel]) -> list[tuple[list[str], str]]:
+    """The functions whose kernels are compiled together, and their source: :data:`TOGETHER` at most, but for the parts
+    of one of those ``made``. The projection is as good as the same for all configurations of a workload, so it is compiled apart,
     unless that takes less than starting the compiler, or it is a part of another kernel."""
     parts = _parts(made)
     texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
@@ -85,7 +85,8 @@ def _groups(launched: Program, lowered: list[_Lowered],
             groups.append(([], {}))
         groups[-1][0].extend(kernels)
         groups[-1][1].update(ofs)
-    return [(kernels, _whole(launched, kernels, ofs)) for kernels, ofs in groups] + apart
+    sources = [([*(one.name for one in kernels), *ofs], _whole(launched, kernels, ofs)) for kernels, ofs in groups]
+    return sources + [([one.name for one in group], text) for group, text in apart]
 
 
 def _whole(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel], readable: bool = False) -> str:

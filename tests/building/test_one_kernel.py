@@ -1,5 +1,6 @@
 """Launches that wait for nothing of each other as one kernel, emulated, and which launches are."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 from cuda_on_cpu import Emulated
 
 from ecornn import compiler
+from ecornn.build import cuda
 from ecornn.build.cuda import lower, readable
+from ecornn.build.host_cuda import Kernel
 from ecornn.build.one_kernel import as_launched
 from ecornn.program import BACKWARD, FORWARD, RUN, Buffer, Concurrent, Extent, Launch, Program, launches
 from ecornn.schedules.builder import T
@@ -85,3 +88,18 @@ def test_short_calls_have_few_launches(cell: str, dtype: str):
     counts = {name: sum(1 for _ in launches(entry.calls)) for name, entry in launched.entries.items()}
     assert counts[RUN] <= 2 and counts[FORWARD] <= 2 and counts[BACKWARD] <= 5 and made
     assert not any(isinstance(call, Concurrent) for entry in launched.entries.values() for call in entry.calls)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"layers": 2, "bidirectional": True}, {"lengths": True, "hidden": 96}], ids=str)
+def test_each_kernel_is_in_its_image(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """A driver looks for a kernel in the cubin that the host's tables name."""
+    known, host_program = dict[str, Kernel](), cuda.host_program
+    monkeypatch.setattr(cuda, "compile_cubin", lambda text, arch: (text.encode(), {}))
+    monkeypatch.setattr(cuda, "host_program", lambda program, kernels, arch: (
+        known.update(kernels) or host_program(program, kernels, arch)))
+    planned = compiler.plan("lstm", target="sm_90a", **{"hidden": 128, "batch": 32, "training": True} | sizes)
+    made = compiler.generate(planned)
+    assert len(made.binaries) >= 3, "several sources"
+    for name, kernel in known.items():
+        text = made.binaries[f"{cuda.CUBIN}{kernel.image}"].decode()
+        assert re.search(rf"__global__ [^(]*(?:\([^)]*\) )?{kernel.symbol}\([^;]*\) \{{", text), name
