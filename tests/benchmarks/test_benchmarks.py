@@ -333,7 +333,7 @@ def test_sides_of_ours_and_a_file_that_goes_on(tmp_path: Path):
     said = bench("--grid", str(grid), "--only", "rnn_tanh", "--output", str(out))
     (row,) = RowLog(out).rows
     assert {*row["us_per_step"]} == {"ecornn", "relu", "other", "torch", "loop"} and row["name"] in listed[0]
-    assert "cpu_steps" in row["left_out"]["tall"] and "tall is left out" in said.stderr
+    assert "cpu_steps" in row["left_out"]["tall"] and "leaving out tall" in said.stderr
     assert row["errors"]["relu"] < 1e-6 < row["errors"]["other"] < 1e-4 and row["calls"] == 3 and not row["wrong"]
     assert row["at_most"] == 100 and row["about"]["loop"].startswith("a loop over the step")
     said = bench("--grid", str(grid), "--output", str(out))
@@ -349,7 +349,7 @@ def test_sides_of_ours_and_a_file_that_goes_on(tmp_path: Path):
 
 def test_rows_of_another_device_go_to_another_file(tmp_path: Path):
     RowLog(tmp_path / "rows.jsonl").begin({"gpu": "this"})
-    with pytest.raises(ArgumentError, match="rows of that; this one has those of this"):
+    with pytest.raises(ArgumentError, match="results of that; this one has results of this"):
         RowLog(tmp_path / "rows.jsonl").begin({"device": "that"})
 
 

@@ -143,7 +143,7 @@ def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(BuildError, match=r"install g\+\+ or clang"):
         link(Generated({"good.cc": ""}), out)
     monkeypatch.setenv("CXX", "my-compiler -m64")
-    with pytest.raises(BuildError, match="CXX='my-compiler -m64', but there is no 'my-compiler'"):
+    with pytest.raises(BuildError, match="CXX='my-compiler -m64', but 'my-compiler' was not found"):
         link(Generated({"good.cc": ""}), out)
     assert [p.name for p in tmp_path.iterdir()] == ["module.so"] and out.read_text() == "the one before"
 

@@ -400,7 +400,7 @@ def test_names_that_are_no_functions(name: str, tmp_path: Path):
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    refused(BuildError, "no objcopy; install binutils", module._tool, "objcopy")
+    refused(BuildError, "objcopy was not found; install binutils", module._tool, "objcopy")
 
 
 def test_the_command_asks_for_a_file_and_a_cpu(tmp_path: Path):

@@ -257,7 +257,7 @@ def test_a_chunk_has_room(chunks, least):
 def test_what_is_asked_for():
     for overlap, kind in (("none", "none"), ("directions", "directions"), ("auto", "none")):
         assert planned(cell="lstm", hidden=2048, batch=4, bidirectional=True, overlap=overlap).overlap.kind == kind
-    assert "directions side by side: as asked for" in planned(bidirectional=True, overlap="directions").found.provenance
+    assert "directions side by side: as requested" in planned(bidirectional=True, overlap="directions").found.provenance
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -91,7 +91,7 @@ def test_what_is_prepared_is_what_first_calls_need(asked, capsys, caplog, monkey
         assert ecornn.torch.prepare(model, x, processes=1) == 2
     assert asked == ["gru T=4 B=2 I=5 H=7 float32", "rnn_tanh T=4 B=2 I=7 H=4 float32"]
     said = [line.partition(" layers")[0] for line in capsys.readouterr().err.splitlines()]
-    assert said[-1] == "ecornn: 2 of 2"
+    assert said[-1] == "ecornn: compiled 2 of 2"
     assert [type(m) for m in model.modules()] == kinds and torch.equal(torch.random.get_rng_state(), before)
     assert len(caplog.messages) == 1
     asked.clear()

@@ -322,7 +322,7 @@ def test_ctrl_c_ends_a_clone_and_changes_nothing(number, folder, tmp_path):  # n
     path = fake_git(tmp_path, f'mkdir "${{@: -1}}"; echo $$ >{mark}')
     process = subprocess.Popen([sys.executable, "-m", "ecornn", "log", "pull", "file:///logs"], stderr=subprocess.PIPE,
                                env=os.environ | {"PATH": path, "TMPDIR": str(temporary)})
-    assert process.stderr is not None and any(b"cloning" in line for line in process.stderr)
+    assert process.stderr is not None and any(b"so far" in line for line in process.stderr)
     process.send_signal(number)
     process.communicate()
     assert process.returncode == 130 and not [*temporary.iterdir()]
