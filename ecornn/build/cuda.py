@@ -64,8 +64,8 @@ def host_sources() -> dict[str, str]:
 def _groups(launched: Program, lowered: list[_Lowered],
             made: Mapping[str, OneKernel]) -> list[tuple[list[str], str]]:
     """The functions whose kernels are compiled together, and their source: :data:`TOGETHER` at most, but for the parts
-    of one of those ``made``. The projection is as good as the same for all configurations of a workload, so it is compiled apart,
-    unless that takes less than starting the compiler, or it is a part of another kernel."""
+    of one of those ``made``. The projection is as good as the same for all configurations of a workload, so it is
+    compiled apart, unless that takes less than starting the compiler, or it is a part of another kernel."""
     parts = _parts(made)
     texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
                 if PROJECTION in one.name and one.name not in parts]
