@@ -337,7 +337,7 @@ def test_sides_of_ours_and_a_file_that_goes_on(tmp_path: Path):
     assert row["errors"]["relu"] < 1e-6 < row["errors"]["other"] < 1e-4 and row["calls"] == 3 and not row["wrong"]
     assert row["at_most"] == 100 and row["about"]["loop"].startswith("a loop over the step")
     said = bench("--grid", str(grid), "--output", str(out))
-    assert "1 of 2 layers are in" in said.stderr and len(RowLog(out).rows) == 2
+    assert "skipping 1 of 2 layers" in said.stderr and len(RowLog(out).rows) == 2
     whole = out.read_bytes()
     out.write_bytes(whole[:-5])  # as it is where a process was killed while it wrote
     assert [f"tiny {r['name']}" for r in RowLog(out).rows] == listed[:1]

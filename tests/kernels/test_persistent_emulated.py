@@ -395,7 +395,7 @@ def test_the_recurrence_normalizes_what_is_rounded_once():
 def test_statistics_need_whole_rows_of_lanes():
     assert [lanes_of(n) for n in (1, 2, 6, 16, 24, 32, 34, 64, 70)] == [1, 2, 8, 16, 32, 32, 64, 64, 96]
     task = task_of(NORM, (5, 9, 24, 80), "float16", SMALL)
-    assert "rows of 64 lanes" in (Persistent().check(task, cut(task, units=40, gate_warps=3, warps=1)) or "")
+    assert "of 64 lanes" in (Persistent().check(task, cut(task, units=40, gate_warps=3, warps=1)) or "")
     assert "need all of it" in (Persistent().check(task, cut(task, ahead=0, units=16)) or "")
 
 
