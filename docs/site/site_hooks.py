@@ -1,4 +1,4 @@
-"""What MkDocs asks when it builds the site: files that are made, links as they are there, what a search leaves out."""
+"""MkDocs calls these hooks when it builds the site: they make files, rewrite links, and keep pages out of search."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_pages_have_a_switch_to_dark_and_a_next_one(site: Path):
 
 
 def documented_names(package: ModuleType) -> Iterator[str]:
-    """Those of a package, and of its classes' methods that have docstrings."""
+    """Yields the public names of a package, and the methods of its classes that have docstrings."""
     for name in package.__all__:
         yield f"{package.__name__}.{name}"
         for kind in getattr(getattr(package, name), "__mro__", ()):

@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from rooms import ROOT
 
-# Where a file of the checkout lies in the wheel.
+# Folders of the checkout, and their places in the wheel.
 PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
 BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
 

@@ -169,8 +169,8 @@ def test_the_program_of_the_documentation(folder: Path, documented: Module):
     x = np.zeros((3, 1, documented.manifest.workload.input))
     x[:, 0, 0] = range(3)
     wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
-    # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
-    np.testing.assert_allclose([float(v) for v in re.findall(r"= (\S+)", said)], wanted, atol=6e-7)
+    printed = [float(v) for v in re.findall(r"= (\S+)", said)]
+    np.testing.assert_allclose(printed, wanted, atol=6e-7)  # 5e-7 is half of the sixth decimal, 1e-7 float32's rounding
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -349,7 +349,7 @@ def library_with_weights(folder: Path, *given: str | Path) -> list[str | Path]:
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
 def test_a_library_with_weights(kind: str, tmp_path: Path):
-    """Of float16 in a file of safetensors, and of bfloat16 in a checkpoint."""
+    """The library embeds float16 weights from a safetensors file and bfloat16 weights from a checkpoint."""
     lstm = torch.nn.LSTM(5, 12, dtype=torch.float16 if kind == "safetensors" else torch.bfloat16)
     weights, file = {name: value.detach() for name, value in lstm.named_parameters()}, tmp_path / f"weights.{kind}"
     if kind == "safetensors":

@@ -119,7 +119,7 @@ def read(program: Path, files: list[bytes], folder: Path) -> list[str]:
 
 
 class Loose(ValueError):
-    """What the package takes, and the format does not have: a name twice, another member, a size over 63 bits."""
+    """The package reads what the format does not have: a name twice, another member, a size over 63 bits."""
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def test_a_file_is_read_as_the_package_reads_it(program: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("damage", [cut, flipped, lengths, moved, rewritten])
 def test_damaged_files(program: Path, tmp_path: Path, damage):
-    """What the package refuses is refused; what it reads, since the damage is to a name, is read alike."""
+    """Our reader refuses what the package refuses, and reads alike what that reads: files whose damage is to a name."""
     whole = contents()
     files = [made for made in damage(whole) if made != whole]
     lines, read_alike, refused = read(program, files, tmp_path), 0, 0

@@ -29,7 +29,7 @@ COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "ld", "as")
 
 
 def instructions() -> list[list[tuple[str, str]]]:
-    """Of each stage of the Dockerfile the keywords, and what they are followed by."""
+    """Returns the instructions of each stage of the Dockerfile: keywords, and their arguments."""
     lines = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)).splitlines()
     every = [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
     begin = [n for n, (word, _) in enumerate(every) if word == "FROM"]
@@ -41,7 +41,7 @@ def of(stage: list[tuple[str, str]], keyword: str) -> list[str]:
 
 
 def packages(text: str) -> set[str]:
-    """What the first pip of a text installs."""
+    """Returns the packages that the first pip command of a text installs."""
     (words,) = re.findall(r"^pip install ((?:(?!--no-deps)[^&\n])+)", text, re.MULTILINE)
     return {word for word in shlex.split(words) if not word.startswith("-")}
 
@@ -78,6 +78,7 @@ def test_packages_are_those_of_the_page():
 def test_the_image_in_substance(runtime: Path):
     """Its stages without Docker: the build stage's command here, what the other has in an environment, as its user."""
     if USER and python_of(USER) is None:
+        # the test needs an interpreter that another user may execute, and root's home is closed to others
         pytest.skip("root has the only Python of this version, which no other user can run")
     build, image = instructions()
     for copied in of(build, "COPY"):
@@ -131,6 +132,7 @@ def test_the_build_stage_makes_the_same_wheel(wheel: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_the_image(tmp_path: Path):
     if not shutil.which("docker") or subprocess.run(["docker", "info"], capture_output=True).returncode != 0:
+        # without a daemon nothing can be built; test_the_image_in_substance carries out the same stages
         pytest.skip("no Docker runs here")
     wheels.run("docker", "build", "--file", DOCKERFILE, "--iidfile", tmp_path / "image", ROOT, cwd=tmp_path)
     image = (tmp_path / "image").read_text()
@@ -149,16 +151,21 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not shutil.which("cmake"), reason="no CMake")
-@pytest.mark.parametrize("editable", [False, True])
-def test_cmake_finds_the_package(runtime: Path, programs: Path, tmp_path: Path, editable: bool):
+def places(runtime: Path, editable: bool) -> tuple[str, Path]:
+    """Returns the folder with the files for CMake and pkg-config, of the installed wheel or of the checkout, and the
+    folder of tvm_ffi, which users of a checkout name."""
     from tvm_ffi import libinfo
 
     (site,) = (runtime / "venv" / "lib").glob("python*/site-packages")
-    found, more = str(site / "ecornn" / "include"), list[str]()
-    if editable:
-        (found,) = sample.flags("--folder")
-        more = [f"-DCMAKE_PREFIX_PATH={Path(libinfo.find_libtvm_ffi()).parent.parent}"]
+    found = sample.flags("--folder")[0] if editable else str(site / "ecornn" / "include")
+    return found, Path(libinfo.find_libtvm_ffi()).parent.parent
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="no CMake")
+@pytest.mark.parametrize("editable", [False, True])
+def test_cmake_finds_the_package(runtime: Path, programs: Path, tmp_path: Path, editable: bool):
+    found, ffi = places(runtime, editable)
+    more = [f"-DCMAKE_PREFIX_PATH={ffi}"] if editable else []
     wheels.run("cmake", "-S", programs, "-B", tmp_path, f"-Decornn_DIR={found}", *more, cwd=tmp_path)
     wheels.run("cmake", "--build", tmp_path, cwd=tmp_path)
     weights = safetensors.numpy.load_file(programs / "lstm64.safetensors")
@@ -184,13 +191,8 @@ def test_cmake_says_what_is_not_there(programs: Path, tmp_path: Path):
 @pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")
 @pytest.mark.parametrize("editable", [False, True])
 def test_pkg_config_finds_the_package(runtime: Path, programs: Path, tmp_path: Path, editable: bool):
-    from tvm_ffi import libinfo
-
-    (site,) = (runtime / "venv" / "lib").glob("python*/site-packages")
-    found, more = str(site / "ecornn" / "include"), list[str]()
-    if editable:
-        (found,) = sample.flags("--folder")
-        more = [f"--define-variable=tvm_ffi={Path(libinfo.find_libtvm_ffi()).parent.parent}"]
+    found, ffi = places(runtime, editable)
+    more = [f"--define-variable=tvm_ffi={ffi}"] if editable else []
     flags = shlex.split(wheels.run("pkg-config", "--cflags", "--libs", *more, "ecornn", cwd=tmp_path,
                                    PKG_CONFIG_PATH=found))
     wheels.run("cc", programs / "main.c", *flags, "-o", tmp_path / "main", cwd=tmp_path)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -80,6 +81,17 @@ def added(place: Path, records: list) -> list[Path]:
     return [*add(place, merge(lines(records)).lines, NOW)]
 
 
+@contextmanager
+def twice(records: list) -> Iterator[tuple[Path, Path]]:
+    """Gives two copies of a repository with these records: as it was before a change, and the one to change."""
+    with TemporaryDirectory() as name:
+        before, after = Path(name, "before"), Path(name, "after")
+        before.mkdir()
+        added(before, records)
+        shutil.copytree(before, after)
+        yield before, after
+
+
 def records_of(place: Path) -> list:
     return merge(line for path in entries(place).values() if path.name.endswith(".xz")
                  for line in read(path).lines).records
@@ -88,11 +100,7 @@ def records_of(place: Path) -> list:
 @given(owned, owned)
 @FEW
 def test_what_is_pushed_keeps_the_rules_and_is_pushed_once(theirs, mine):
-    with TemporaryDirectory() as name:
-        before, after = Path(name, "before"), Path(name, "after")
-        before.mkdir()
-        added(before, theirs)
-        shutil.copytree(before, after)
+    with twice(theirs) as (before, after):
         added(after, mine)
         assert faults(before, after) == [] and added(after, mine) == []
         had = merge(lines(theirs)).records
@@ -140,11 +148,7 @@ CHANGES = changed_text, changed_text, changed_file, renamed, moved, linked, besi
 @given(owned, owned, st.sampled_from(CHANGES), st.randoms(use_true_random=False))
 @FEW
 def test_a_change_that_is_damaged_is_refused_or_says_the_same(theirs, mine, change, rng):
-    with TemporaryDirectory() as name:
-        before, after = Path(name, "before"), Path(name, "after")
-        before.mkdir()
-        added(before, theirs)
-        shutil.copytree(before, after)
+    with twice(theirs) as (before, after):
         added(after, mine)
         good = records_of(after)
         change(rng, rng.choice([*(after / FOLDER).iterdir()]))
@@ -156,11 +160,7 @@ def test_a_change_that_is_damaged_is_refused_or_says_the_same(theirs, mine, chan
 @given(owned, st.data())
 @FEW
 def test_a_file_that_goes_is_missed(theirs, data):
-    with TemporaryDirectory() as name:
-        before, after = Path(name, "before"), Path(name, "after")
-        before.mkdir()
-        added(before, theirs)
-        shutil.copytree(before, after)
+    with twice(theirs) as (before, after):
         data.draw(st.sampled_from([*(after / FOLDER).iterdir()])).unlink()
         (fault,) = faults(before, after)
         assert "is gone" in fault
@@ -356,6 +356,7 @@ class Server:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if shutil.which("openssl") is None:
+        # Python's standard library serves TLS but makes no certificates
         pytest.skip("openssl makes the certificate")
     place = tmp_path_factory.mktemp("certificate")
     subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
