@@ -145,8 +145,8 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
     keys = [(name, arch, tuple(p.name for p in function.params), structure(function))
             for name, function in program.functions.items()]
     codes = {key: _latest[key] for key in keys if key in _latest}
-    # TVM releases Python's lock, but threads contend for the reference counts of what they share: 16 of them take as long
-    # as two do, and five times the CPU
+    # TVM releases Python's lock, but threads contend for the reference counts of what they share: 16 of them take as
+    # long as two do, and five times the CPU
     with at_the_same_time(min(2, at_once())) as threads:
         lowering = {key: threads.submit(_pipeline, key[0], function, arch)
                     for key, function in zip(keys, program.functions.values(), strict=True) if key not in codes}
