@@ -349,8 +349,7 @@ class Journal:
                               "it") from None
         except OSError as error:
             raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}; set "
-                              "ECORNN_TUNING_LOGS "
-                              "to another folder") from error
+                              "ECORNN_TUNING_LOGS to another folder") from error
         try:
             yield
         finally:
