@@ -14,6 +14,7 @@ from importlib import resources
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from ecornn import checksum, temporary
 from ecornn.build import cache
@@ -157,17 +158,29 @@ def package_library(source: str, linked: Sequence[str], folders: Sequence[str] =
     from tvm_ffi import libinfo
 
     package = Path(str(resources.files("ecornn")))
-    file, own = package / source, package / "include"
-    places = [*(f"-I{folder}" for folder in (*folders, own, libinfo.find_dlpack_include_path())),
+    places = [*(f"-I{folder}" for folder in (*folders, package / "include", libinfo.find_dlpack_include_path())),
               f"-L{Path(libinfo.find_libtvm_ffi()).parent}"]
-    texts = [path.read_text() for place in (file.parent, own) for path in sorted(place.iterdir())
-             if path.suffix in (".cc", ".h", ".hpp")]
 
     def compile() -> bytes:
         with temporary.folder() as folder:
-            return _made([*find_compiler(), *LIBRARY, *places, str(file), *linked], folder)
+            return _made([*find_compiler(), *LIBRARY, *places, str(package / source), *linked], folder)
 
-    return cache.entry(file.parent.name, (identity(), *parts, *LIBRARY, *linked, *texts), compile)
+    return cache.entry(*_library_entry(source, linked, folders, parts), compile)
+
+
+def _library_entry(source: str, linked: Sequence[str], folders: Sequence[str] = (),
+                   parts: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
+    """The kind and parts of the entry that :func:`package_library` keeps."""
+    package = Path(str(resources.files("ecornn")))
+    texts = [path.read_text() for place in ((package / source).parent, package / "include")
+             for path in sorted(place.iterdir()) if path.suffix in (".cc", ".h", ".hpp")]
+    return (package / source).parent.name, (identity(), *parts, *LIBRARY, *linked, *texts)
+
+
+def package_library_file(arguments: dict[str, Any]) -> str:
+    """Makes what :func:`package_library` makes of these; the file of its entry in the cache, empty if that keeps none."""
+    package_library(**arguments)
+    return str(cache.file_of(*_library_entry(**arguments)) or "")
 
 
 def identity() -> str:

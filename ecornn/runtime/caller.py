@@ -35,6 +35,7 @@ class Caller:
         plan, work, stack = entry_plan(manifest, RUN), manifest.workload, manifest.stack
         self._weights = packed = PackedWeights(manifest, library, weights, device, threads)
         self.packed, self.repack_at, self.repack_here = packed.packed, packed.repack_at, packed.repack_here
+        self.pack_call = packed.pack_call
         self._scratch = lru_cache(maxsize=64)(plan.offsets)
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
         self._stack, self._count, self._longest, self.width = stack, stack.count, manifest.longest, manifest.y_width

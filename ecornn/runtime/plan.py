@@ -132,13 +132,13 @@ class AddressedCall:
     def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str],
                  add: bool = True) -> None:
         plan, manifest, library = entry_plan(layer.manifest, entry), layer.manifest, layer.library
-        work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
+        self.work = work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
         function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
         self._on_cpu, self._pool = layer.threads is not None, layer.workspaces
         self._function = in_turns(function) if self._on_cpu and SHORT < work <= TURNS else function
         starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
         self._kept = [starts[b.name] for _, b in plan.kept]
-        self._offsets, self._room = plan.offsets(steps)
+        self._offsets, self.room = plan.offsets(steps)
         scalars, queue = (steps, batch, layer.device, layer.threads), [] if self._on_cpu else [SCALARS - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
@@ -158,34 +158,34 @@ class AddressedCall:
         self._parts = None if all(number == n and not offset for n, (number, offset) in enumerate(parts)) else parts
         # what is fixed, workspaces, a GPU's queue, what is given, what is kept
         self._order = plan.order([*fixed, *(p for p, _ in plan.scratch), *queue, *given, *(p for p, _ in plan.kept)])
-        self._at: dict[int, tuple[int, ...]] = {}  # a workspace -> all that is known with it
+        self._at: dict[Any, tuple[Any, ...]] = {}  # a workspace -> all that is known with it
 
     def __call__(self, addresses: tuple[int, ...], kept: int = 0) -> None:
         """``addresses``: of contiguous arrays, aligned to 16 bytes; of a tensor that there is for each state, or each
         parameter, one for each. ``kept``: of the memory that forward keeps, which has ``kept_bytes``. With T = 1 y and
         the output state after it may be the same memory."""
-        if self._parts is not None:
-            addresses = tuple([addresses[number] + offset for number, offset in self._parts])
-        if self._kept:
-            addresses += tuple([kept + start for start in self._kept])
-        memory = self._pool.take(_IDLE, self._room)  # calls of other threads have their own
+        memory = self._pool.take(_IDLE, self.room)  # calls of other threads have their own
         if memory is None:
-            memory = HostMemory(self._room)
-        self._function(*self._order((self._at.get(memory.pointer) or self._known(memory.pointer)) + addresses))
+            memory = HostMemory(self.room)
+        self._function(*self.arguments(addresses, kept, memory.pointer))
         self._pool.give(_IDLE, memory)
 
     def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory], kept: int = 0) -> None:
         """The same on a GPU's stream, which no CUDA graph captures; ``workspace`` makes so many bytes there."""
+        memory = self._pool.take(queue, self.room) or workspace(self.room)
+        self._function(*self.arguments(addresses, kept, memory.pointer, (queue,)))
+        self._pool.give(queue, memory)
+
+    def arguments(self, addresses: tuple[Any, ...], kept: Any, workspace: Any, queue: tuple[Any, ...] = ()) -> Any:
+        """The arguments of the entry, in order, for such a call with a ``workspace`` of ``room`` bytes. Addresses are
+        numbers, or stand for numbers, to which offsets can be added."""
         if self._parts is not None:
             addresses = tuple([addresses[number] + offset for number, offset in self._parts])
         if self._kept:
             addresses += tuple([kept + start for start in self._kept])
-        memory = self._pool.take(queue, self._room) or workspace(self._room)
-        known = self._at.get(memory.pointer) or self._known(memory.pointer)
-        self._function(*self._order((*known, queue, *addresses)))
-        self._pool.give(queue, memory)
+        return self._order((*(self._at.get(workspace) or self._known(workspace)), *queue, *addresses))
 
-    def _known(self, workspace: int) -> tuple[int, ...]:
+    def _known(self, workspace: Any) -> tuple[Any, ...]:
         if len(self._at) >= 64:
             self._at.clear()
         found = self._at[workspace] = (*self._fixed, *(workspace + offset for offset in self._offsets))

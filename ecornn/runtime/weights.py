@@ -118,6 +118,12 @@ class PackedWeights:
             _check(code, error)
         return not code
 
+    def pack_call(self, dtype: str) -> tuple[int, ...]:
+        """Where the function of ``pack_at`` is, its first argument, and the code and bits of a data type, as numbers."""
+        code, bits = DLPACK[dtype]
+        function = ctypes.cast(self._api.pack_at, _POINTER).value
+        return int(function or 0), int(self._layer.value or 0), int(code), int(bits)
+
     def _read(self, weights: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """The weights as they are packed, and the stream that they are read on."""
         given = read_weights(self._manifest, weights, self._library, self._device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
@@ -14,6 +15,7 @@ from ecornn.errors import ArgumentError, DeviceError, NotFiniteError, ScheduleEr
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
+from ecornn.runtime.memory import Memory
 from ecornn.runtime.torch_arrays import address
 from ecornn.torch import compiling
 from ecornn.torch.by_address import LayerStep, Spare
@@ -33,31 +35,39 @@ TRAINING = -1  # in place of steps: modules that train, as long as they stand in
 Alike = tuple[torch.device, torch.dtype, str, "str | None", int]
 
 
+class Shared(ctypes.Structure):
+    """The numbers of a bound layer that ``native.cc`` shares. Each has one writer, who has Python's lock: ``packs`` and
+    ``busy`` count for Python, the two after them for C++, how often weights were packed and the calls under way.
+    ``due``: the weights that only gradients of first states need have not been packed. ``given_up``: C++ is to leave
+    the layer alone."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("packs", "busy", "packed_here", "busy_here", "due", "given_up")]
+
+
 class DeviceWeights:
     """Packs the weights of a module in ``layer`` on a GPU, on the current stream. Those that only gradients of first
-    states need wait for :meth:`pack_for_states`, since most steps of training want none; ``due``: they wait."""
+    states need wait for :meth:`pack_for_states`, since most steps of training want none."""
 
-    def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
-        self._kind, self._layer = kind, layer
+    def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor], shared: Shared) -> None:
+        self._kind, self._layer, self._shared = kind, layer, shared
         self._names = [p.name for p in layer.manifest.parameters]
-        self.due = False
         self._read(weights)
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, _: Snapshot) -> None:
         """Packs all weights. ``same``: they are the very tensors of the last time, where they were, unchecked."""
         if same and self._dtype:
             self._pack(False)
-            self.due = bool(self._layer.manifest.packed_for_optional)
+            self._shared.due = bool(self._layer.manifest.packed_for_optional)
             return
         self._layer.repack(self._kind.parameters(weights))
-        self.due = False
+        self._shared.due = False
         self._read(weights)
 
     def pack_for_states(self) -> None:
         """Packs the weights that wait, if any. Each CUDA graph does: it may be replayed without the one before it."""
-        if self.due:
+        if self._shared.due:
             self._pack(True)
-            self.due = torch.cuda.is_current_stream_capturing()
+            self._shared.due = torch.cuda.is_current_stream_capturing()
 
     def _pack(self, optional: bool) -> None:
         queue = torch._C._cuda_getCurrentRawStream(self._layer.device)
@@ -71,44 +81,70 @@ class DeviceWeights:
         self._dtype = NAMES[dtype] if plain and compiling.serves(weights[0].device, dtype) else ""
         self._at = [known[name].data_ptr() if name in known else 0 for name in self._names]  # 0: zeros, of no bias
 
+    def readable(self, weights: Sequence[torch.Tensor]) -> tuple[str, list[int], Any]:
+        """The data type and the addresses of weights, in the manifest's order, as the layer packs them, as long as the
+        last value lives; the type is empty where they must be rearranged first."""
+        self._read(weights)
+        return self._dtype, self._at, weights
+
 
 class HostWeights:
-    due = False
-
-    def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor], _: Shared) -> None:
         self._kind, self._layer = kind, layer
         self._parameters = [(p.name, torch.Size(p.shape)) for p in layer.manifest.parameters]
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, snapshot: Snapshot) -> None:
         """Packs weights, again those that have changed since the ``snapshot``; see :meth:`DeviceWeights.pack`."""
-        known, names = self._kind.parameters(weights), {self._kind.names[n] for n in snapshot.changed(weights)}
+        names = {self._kind.names[n] for n in snapshot.changed(weights)}
+        numbers = [n for n, (name, _) in enumerate(self._parameters) if name in names]
+        dtype, pointers, _kept = self.readable(weights)
+        if not dtype or not self._layer.repack_here(pointers, numbers):
+            self._layer.repack(self._kind.parameters(weights))
+
+    def readable(self, weights: Sequence[torch.Tensor]) -> tuple[str, list[int], Any]:
+        """See :meth:`DeviceWeights.readable`."""
+        known = self._kind.parameters(weights)
         tensors = [known[name] for name, _ in self._parameters]
         plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
-        numbers = [n for n, (name, _) in enumerate(self._parameters) if name in names]
-        pointers = [address(w) for w in tensors] if plain else [0]  # 0 of what has no memory, which is refused below
-        if not all(pointers) or not self._layer.repack_here(pointers, numbers):
-            self._layer.repack(known)
+        pointers = [address(w) for w in tensors] if plain else [0]  # 0: it has no memory
+        return "float32" if all(pointers) else "", pointers, tensors
 
     def pack_for_states(self) -> None:
         """Does nothing: no weights wait."""
 
 
 class BoundLayer:
-    """A layer with weights packed in it; ``busy`` counts the calls under way, ``packs`` how often it has packed.
-    ``place``: the one that has read them, if these are noted; ``packed_in``: the one that has packed them again."""
+    """A layer with weights packed in it; ``place``: the one that has read them, if these are noted; ``packed_in``: the one that has packed them again."""
 
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
         self.layer: Layer = module.bind(kind.parameters(weights), device or 0, threads=threads)
         self.layer.whole_rows = True  # operators have one tensor for y
-        self.busy = self.packs = 0
+        self.shared, self.native_steps = Shared(), 0
+        self._workspace: Memory | None = None
         self.place: Any = None
         self.packed_in: Any = None
         self._kind, self._steps, self._spare = kind, dict[tuple[int, int], LayerStep](), Spare()
         self.snapshot = Snapshot(weights)
         self.packing: HostWeights | DeviceWeights = (HostWeights if x.is_cpu else DeviceWeights)(
-            kind, self.layer, weights)
+            kind, self.layer, weights, self.shared)
+
+    @property
+    def busy(self) -> int:
+        """How many calls are under way."""
+        return int(self.shared.busy + self.shared.busy_here)
+
+    @property
+    def packs(self) -> int:
+        """How often it has packed."""
+        return int(self.shared.packs + self.shared.packed_here)
+
+    def workspace(self, nbytes: int, make: Callable[[int], Memory]) -> Memory:
+        """Memory of at least ``nbytes`` for native steps, which never run at the same time; in it is room for more."""
+        if self._workspace is None or self._workspace.nbytes < nbytes:
+            self._workspace = make(1 << max(0, nbytes - 1).bit_length())
+        return self._workspace
 
     def step(self, steps: int, batch: int) -> LayerStep | None:
         """A training step for this T and B, kept for the next time; None for more steps than the module takes."""
@@ -132,7 +168,7 @@ class BoundLayer:
     def pack(self, weights: Sequence[torch.Tensor]) -> None:
         snapshot = self.snapshot
         same = snapshot.same(weights)
-        self.packs += 1
+        self.shared.packs += 1
         try:
             self.packing.pack(weights, same, snapshot)
         except BaseException:
@@ -163,7 +199,7 @@ class BoundLayers:
         # the kind of a call -> the T of the first one; and, of few steps, the number of calls without their own module
         self._first: dict[Alike, int] = {}
         self._calls: dict[Alike, int] = {}
-        self._lock: threading.Lock = threading.Lock() if trained is None else trained._lock
+        self.lock: threading.Lock = threading.Lock() if trained is None else trained.lock
 
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
@@ -179,28 +215,28 @@ class BoundLayers:
     def take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str = "",
              again: bool = False, states: bool = True) -> BoundLayer:
         """Does what :meth:`layer` does, until :meth:`give`, for T and B of ``sizes``, whatever shape x has."""
-        with self._lock:
+        with self.lock:
             one = self._take(weights, x, sizes, masks, again)
-            if states and one.packing.due:
+            if states and one.shared.due:
                 one.packing.pack_for_states()
-            one.busy += 1
+            one.shared.busy += 1
         return one
 
     def take_this(self, one: BoundLayer, weights: Sequence[torch.Tensor], packs: int | None = None,
                   place: Any = None) -> bool:
         """Takes a layer that was taken before; False if its weights are not these, or it has packed since ``packs``.
         ``place``: a stream, if the layer does not train."""
-        with self._lock:
+        with self.lock:
             fits = one.holds(weights, place) if packs is None else one.packs == packs
-            fits = fits and not one.packing.due
-            one.busy += fits
+            fits = fits and not one.shared.due
+            one.shared.busy += fits
         return fits
 
     def take_again(self, one: BoundLayer, weights: Sequence[torch.Tensor], x: Any, packs: int,
                    states: bool) -> BoundLayer:
         """Takes for a backward pass the layer of its forward pass, ``one``, which had packed ``packs`` times. If it
         has others' weights by now it packs these again, or another layer of the same module does."""
-        with self._lock:
+        with self.lock:
             if one.packs != packs:
                 where = place_of(x)
                 here = [each for key, bound in self._bound.items() if key[-1] == where for each in bound.values()]
@@ -208,17 +244,17 @@ class BoundLayers:
                     one = BoundLayer(self._kind, one.layer.module, weights, x)
                 else:
                     one.pack(weights)
-            if states and one.packing.due:
+            if states and one.shared.due:
                 one.packing.pack_for_states()
-            one.busy += 1
+            one.shared.busy += 1
         return one
 
     def give(self, one: BoundLayer) -> None:
-        with self._lock:
-            one.busy -= 1
+        with self.lock:
+            one.shared.busy -= 1
 
     def outdate(self) -> None:
-        with self._lock:
+        with self.lock:
             for bound in self._bound.values():
                 for one in bound.values():
                     one.snapshot.outdate()
@@ -346,6 +382,7 @@ class BoundLayers:
             if key[:-1] == alike and room in bound and not bound[room].busy:
                 one = bound.pop(room)
                 one.snapshot.outdate()
+                one.shared.given_up = True
                 return room, one
         if compiling.accepts():
             raise PendingError(None)

@@ -64,25 +64,28 @@ class LayerStep:
 
     def __init__(self, kind: Kind, layer: Layer, steps: int, batch: int, spare: Spare) -> None:
         manifest, self._spare = layer.manifest, spare
-        self._layer, self._sizes, self._writes = layer, (steps, batch), layer.training.writes
+        self._layer, self.sizes, self.writes = layer, (steps, batch), layer.training.writes
         self._forward = layer.addressed(FORWARD, steps, batch, TENSORS)
-        self.kept_bytes = self._forward.kept_bytes
+        self.kept_bytes, self.work = self._forward.kept_bytes, self._forward.work
         self.optional = "dstate_in" in (manifest.optional or ())  # gradients of first states
-        self._y, self._state = (steps, batch, layer.width), (kind.layers * kind.directions, batch, kind.hidden)
+        self.y_shape, self.state_shape = (steps, batch, layer.width), (kind.layers * kind.directions, batch, kind.hidden)
         self._zeros = (layer.zero_state(batch)[1],) * len(manifest.states)
-        self._sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
+        self.sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
         # of each parameter the shape, strides and begin of its gradient in one array: each tensor takes its time
-        size = self._sums.itemsize
-        starts, self._total = layout([prod(p.shape) * size for p in manifest.parameters])
-        self._parts = [(p.shape, tuple(prod(p.shape[n + 1:]) for n in range(len(p.shape))), start // size)
-                       for p, start in zip(manifest.parameters, starts, strict=True)]
+        size = self.item = self.sums.itemsize
+        starts, nbytes = layout([prod(p.shape) * size for p in manifest.parameters])
+        parts = [(p.shape, tuple(prod(p.shape[n + 1:]) for n in range(len(p.shape))), start // size)
+                 for p, start in zip(manifest.parameters, starts, strict=True)]
+        self.total = nbytes // size
         names = [p.name for p in manifest.parameters]
-        self._of_weights = [names.index(name) for name in kind.names]
+        self.begins = [begin for _, _, begin in parts]
+        # of each weight the shape, strides and begin
+        self.parts = [parts[names.index(name)] for name in kind.names]
 
     def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y (T, B, D*H), the states (L*D, B, H) after x (T, B, I), and the bytes that :meth:`backward` reads."""
         kept = self._spare.take(x, self.kept_bytes)
-        y, after = x.new_empty(self._y), [x.new_empty(self._state) for _ in self._zeros]
+        y, after = x.new_empty(self.y_shape), [x.new_empty(self.state_shape) for _ in self._zeros]
         self.ahead(ready(x), [*map(ready, state)], y.data_ptr(), after, kept.data_ptr())
         return [y, *after, kept]
 
@@ -98,19 +101,19 @@ class LayerStep:
         """Gradients of x, of each state, None unless ``want_state``, and of the weights, of this ``dtype``;
         ``gradients``: of y and last states, None for zeros."""
         dy, *dstates = [g if g is None else ready(g) for g in gradients]
-        dy = x.new_zeros(self._y) if dy is None else dy
+        dy = x.new_zeros(self.y_shape) if dy is None else dy
         rows, given, y, kept = ready(x), [*map(ready, state)], ready(y), ready(kept)
         dx = torch.empty_like(rows)
-        before = [x.new_empty(self._state) for _ in self._zeros] if want_state or not self.optional else []
-        sums = x.new_empty(self._total // self._sums.itemsize, dtype=self._sums)
-        if not self._writes:
+        before = [x.new_empty(self.state_shape) for _ in self._zeros] if want_state or not self.optional else []
+        sums = x.new_empty(self.total, dtype=self.sums)
+        if not self.writes:
             sums.zero_()
         start = sums.data_ptr()
         self._back(rows, given, y.data_ptr(), kept.data_ptr(), (dy, *dstates), dx, before,
-                   [start + first * self._sums.itemsize for _, _, first in self._parts], not self._writes)
+                   [start + first * self.item for first in self.begins], not self.writes)
         sums = sums.to(dtype)
         return [dx, *(before if want_state else [None] * len(state)),
-                *[sums.as_strided(*self._parts[n]) for n in self._of_weights]]
+                *[sums.as_strided(*part) for part in self.parts]]
 
     def back(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: int, kept: int,
              gradients: Sequence[torch.Tensor | None], dx: torch.Tensor, before: Sequence[torch.Tensor],
@@ -123,7 +126,7 @@ class LayerStep:
     def _back(self, x: torch.Tensor, state: Sequence[torch.Tensor], y: int, kept: int,
               gradients: Sequence[torch.Tensor | None], dx: torch.Tensor, before: Sequence[torch.Tensor],
               sums: Sequence[int], add: bool) -> None:
-        call = self._layer.addressed(BACKWARD, *self._sizes, BACK if before else BACK_TO_X, add)
+        call = self._layer.addressed(BACKWARD, *self.sizes, BACK if before else BACK_TO_X, add)
         zeros = self._zeros[0], *self._zeros
         self._run(call, x, (
             x.data_ptr(), y, *([s.data_ptr() for s in state] or self._zeros),

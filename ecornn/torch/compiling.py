@@ -202,10 +202,9 @@ class Compilers:
         for number, worker in enumerate(self._workers):
             threading.Thread(target=self._serve, args=(worker,), name=f"ecornn-compiles-{number}", daemon=True).start()
 
-    def submit(self, spec: LayerSpec, target: str) -> Job:
-        job = Job(spec, target)
+    def submit(self, job: Any) -> None:
+        """Has ``job.run(worker)`` called."""
         self._jobs.put(job)
-        return job
 
     def _serve(self, worker: Worker) -> None:
         while True:
@@ -237,19 +236,30 @@ _lock = threading.Lock()
 
 def start(spec: LayerSpec, target: str) -> Job:
     """The job that compiles a layer, one for all modules of this process; it has ended if the layer is compiled."""
-    global _compilers
     with _lock:
         if (known := outcomes.get((spec, target, False))) is not None:
             return Job(spec, target, known)
         job = _jobs.get((spec, target))
         if job is not None and (job.pending or job.error):
             return job
-        if _compilers is None:
-            _compilers = Compilers(max(1, min(4, len(os.sched_getaffinity(0)) // 4)), NICENESS)
         for key in [key for key, one in _jobs.items() if one.outcome is not None]:
             del _jobs[key]
-        job = _jobs[spec, target] = _compilers.submit(spec, target)
+        job = _jobs[spec, target] = Job(spec, target)
+        _pool().submit(job)
         return job
+
+
+def in_background(job: Any) -> None:
+    """Has ``job.run(worker)`` called, with a worker process of low priority, in a thread of its own."""
+    with _lock:
+        _pool().submit(job)
+
+
+def _pool() -> Compilers:
+    global _compilers
+    if _compilers is None:
+        _compilers = Compilers(max(1, min(4, len(os.sched_getaffinity(0)) // 4)), NICENESS)
+    return _compilers
 
 
 def _forked() -> None:

@@ -18,7 +18,7 @@ from torch.autograd import Variable, forward_ad
 
 from ecornn.program import RUN
 from ecornn.runtime.torch_arrays import TorchMemory
-from ecornn.torch import falling_back
+from ecornn.torch import falling_back, native
 from ecornn.torch.bound import BoundLayer, place_of
 from ecornn.torch.by_address import TENSORS, LayerStep, raw_stream, ready
 from ecornn.torch.compiling import NAMES, precision_of
@@ -112,6 +112,7 @@ class Call:
         axes = (steps, batch) if self._swaps else (*x.shape[:-1],)
         self._y = (*axes, (1 + module.bidirectional) * len(module.output_names) * hidden)
         self._state = (*axes, hidden) if self.one_step else (rows, hidden) if single else (rows, batch, hidden)
+        self._native: dict[Any, native.NativeStep | None] = {}  # by stream
         self.one: BoundLayer | None = None  # which computes it
         self._run: Any = None
         self._zeros: tuple[int, ...] = ()
@@ -157,8 +158,17 @@ class Call:
         if (weights[0].dtype is not self._dtype or not PLAIN.issuperset(map(type, weights))
                 or (self.drops and (module._drops or by_layer(module, weights)))):
             return None
-        y, *after = directly(engine, x.transpose(0, 1) if self._batch_first else x, state, None, weights)
-        return y.transpose(0, 1) if self._batch_first else y, tuple(after) if self.count > 1 else after[0]
+        place = self.queue and self.queue()
+        step = self._native.get(place)
+        found = step and step(x, state, weights)
+        if found:
+            y, *after = found
+        else:
+            y, *after = directly(engine, x.transpose(0, 1) if self._batch_first else x, state, None, weights)
+            if native.library():
+                self._native[place] = native.step_for(engine, y, weights, place, self._batch_first, step)
+            y = y.transpose(0, 1) if self._batch_first else y
+        return y, tuple(after) if self.count > 1 else after[0]
 
 
 # -- one step of a cell with gradients ----------------------------------------------------------

@@ -131,11 +131,18 @@ class RecurrentForward(torch.autograd.Function):
         elif ctx.columns is not None:
             computed = ColumnsBackward.apply(engine, ctx.columns, ctx.states, len(gradients), *gradients, x, y, kept,
                                              *rest)
-        else:  # gradients of gradients may follow: the operator refuses them
-            shapes = output_shapes(engine.kind, x)
-            given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-            computed = recurrent_backward(x, state, lengths, weights, engine.kind.text, y, kept, given)
+        else:
+            computed = refusing_again(engine, x, state, lengths, weights, y, kept, gradients)
         return None, None, None, *(value if need else None for value, need in zip(computed, needed, strict=True))
+
+
+def refusing_again(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
+                   weights: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
+                   gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The gradients of a layer where gradients of these may follow, which the operator refuses."""
+    shapes = output_shapes(engine.kind, x)
+    given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+    return recurrent_backward(x, [*state], lengths, [*weights], engine.kind.text, y, kept, given)
 
 
 # past the checks of Function.apply() for torch.func, whose calls go by operators

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ecornn.runtime.torch_arrays import address
 
+renewals = ctypes.c_int64()  # how often weights have been noted; native.cc reads it
 PLACES = 256  # of a weight; a look has at least so many, and less than twice as many
 
 Read = Callable[[], bytes]
@@ -78,6 +79,7 @@ class Snapshot:
 
     def _note(self, weights: Sequence[torch.Tensor]) -> None:
         """Notes versions, and suspects no weight any more."""
+        renewals.value += 1
         self._suspects, self.versions = frozenset[int](), _versions(weights)
 
     def suspect(self, numbers: frozenset[int]) -> None:
