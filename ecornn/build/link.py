@@ -178,7 +178,7 @@ def _library_entry(source: str, linked: Sequence[str], folders: Sequence[str] = 
 
 
 def package_library_file(arguments: dict[str, Any]) -> str:
-    """Makes what :func:`package_library` makes of these; the file of its entry in the cache, empty if that keeps none."""
+    """Makes what :func:`package_library` makes of these; the file of its entry, empty if the cache keeps none."""
     package_library(**arguments)
     return str(cache.file_of(*_library_entry(**arguments)) or "")
 

@@ -119,7 +119,7 @@ class PackedWeights:
         return not code
 
     def pack_call(self, dtype: str) -> tuple[int, ...]:
-        """Where the function of ``pack_at`` is, its first argument, and the code and bits of a data type, as numbers."""
+        """The address of the function behind ``repack_at``, its first argument, and a data type's code and bits."""
         code, bits = DLPACK[dtype]
         function = ctypes.cast(self._api.pack_at, _POINTER).value
         return int(function or 0), int(self._layer.value or 0), int(code), int(bits)

@@ -115,7 +115,8 @@ class HostWeights:
 
 
 class BoundLayer:
-    """A layer with weights packed in it; ``place``: the one that has read them, if these are noted; ``packed_in``: the one that has packed them again."""
+    """A layer with weights packed in it. ``place``: the one that has read them, if these are noted; ``packed_in``: the
+    one that has packed them again; ``native_steps``: how many were made for it."""
 
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)

@@ -68,7 +68,8 @@ class LayerStep:
         self._forward = layer.addressed(FORWARD, steps, batch, TENSORS)
         self.kept_bytes, self.work = self._forward.kept_bytes, self._forward.work
         self.optional = "dstate_in" in (manifest.optional or ())  # gradients of first states
-        self.y_shape, self.state_shape = (steps, batch, layer.width), (kind.layers * kind.directions, batch, kind.hidden)
+        self.y_shape = steps, batch, layer.width
+        self.state_shape = kind.layers * kind.directions, batch, kind.hidden
         self._zeros = (layer.zero_state(batch)[1],) * len(manifest.states)
         self.sums: torch.dtype = getattr(torch, summed(manifest.workload.dtype))
         # of each parameter the shape, strides and begin of its gradient in one array: each tensor takes its time

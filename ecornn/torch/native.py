@@ -172,7 +172,8 @@ class NativeStep:
             step.kept_bytes, step.total, self._workspace.pointer, layer.zero_state(step.sizes[1])[1],
             *_listed(step.y_shape), *_listed(step.state_shape), len(layer.manifest.states),
             *_listed([w._cdata for w in weights]), *_listed([w.data_ptr() for w in weights]),
-            len(step.parts), *[n for shape, strides, begin in step.parts for n in (begin, *_listed(shape), *_listed(strides))],
+            len(step.parts), *[number for shape, strides, begin in step.parts
+                               for number in (begin, *_listed(shape), *_listed(strides))],
             *layer.pack_call(dtype), NEEDED if later else NEEDED | OPTIONAL, *_listed(self._packed),
             int(capturing or 0), *calls]
         self._functions = library.functions
