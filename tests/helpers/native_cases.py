@@ -33,8 +33,9 @@ def is_native(y: torch.Tensor) -> bool:
     return y.grad_fn is not None and y.grad_fn.name() == "RecurrentBackward"
 
 
-def pair(name: str, options: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Two layers with the same weights: calls of the first go by C++, of the second by Python. Both have been called."""
+def pair(name: str, options: dict[str, Any], device: str = "cpu",
+         dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Two layers with the same weights, for calls by C++ and for calls :func:`by_python`."""
     torch.manual_seed(0)
     layer = getattr(torch.nn, name)(INPUT, HIDDEN, **options).to(device, dtype)
     other = copy.deepcopy(layer)
