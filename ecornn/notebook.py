@@ -15,10 +15,13 @@ STYLES = {"grid": "stroke: currentColor; opacity: .15", "tick": "opacity: .7", "
 
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[object] = ()) -> str:
-    """A table as HTML; everything in it is escaped. Without a ``head`` the first of each row is the row's name."""
+    """A table as HTML; everything in it is escaped. Without a ``head`` the first of each row is the row's name, and
+    long paths break where a column is narrow."""
+    wraps = "" if head else "; overflow-wrap: anywhere"
+
     def cells(row: Sequence[object], names: int) -> str:
         tags = ("th" if number < names else "td" for number, _ in enumerate(row))
-        return "<tr>" + "".join(f'<{tag} style="text-align: left">{escape(str(value))}</{tag}>'
+        return "<tr>" + "".join(f'<{tag} style="text-align: left{wraps * (tag == "td")}">{escape(str(value))}</{tag}>'
                                 for tag, value in zip(tags, row, strict=True)) + "</tr>"
 
     return "<table>" + (cells(head, len(head)) if head else "") + "".join(

@@ -98,7 +98,7 @@ def curve(points: Sequence[tuple[int, float, float]], default: float | None) -> 
     """A search: a dot for each trial (number, µs, best until then), steps for the best so far, the default dashed."""
     ys = [us for _, us, _ in points] + ([default] if default else [])
     x, y = Axis.of([n for n, _, _ in points], LEFT, WIDTH - RIGHT), Axis.of(ys, HEIGHT - BOTTOM, TOP, log=True)
-    parts = list(grid(x, y, "trial", "µs a step"))
+    parts = list(grid(x, y, "trial", "µs a step", [n for n in x.ticks() if n == int(n)]))  # there is no half trial
     if default:
         parts.append(f'<line class="default" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(default)}" y2="{y(default)}"/>')
     parts += [dot("trial", x(n), y(us), f"trial {n}: {us:.5g} µs") for n, us, _ in points]

@@ -41,7 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links of the pages of docs/, which are written as they are in the repository; and whether a search finds it."""
-    made = page.file.generated_by is not None
-    page.meta["search"] = {"exclude": page.file.src_uri.startswith(UNSEARCHED)}
+    """Links of the pages of docs/, which are written as they are in the repository; and whether a search finds it,
+    sources after all that explains."""
+    made, uri = page.file.generated_by is not None, page.file.src_uri
+    page.meta["search"] = {"exclude": uri.startswith(UNSEARCHED), "boost": 0.2 if uri.startswith("source/") else 1}
     return markdown if made else rewritten(f"docs/{page.file.src_uri}", markdown)

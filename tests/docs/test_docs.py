@@ -49,7 +49,8 @@ RUN = ["README.md", "docs/GAINS.md", "docs/GETTING_STARTED.md", "docs/EXPORT.md"
 RUN = [name for name in RUN if "```python" in (ROOT / name).read_text()]
 
 # Pages of the site whose layout is looked at: each has what others have not.
-LAID_OUT = ("index", "CONCEPTS", "FIRST_MINUTES_CPU", "PERFORMANCE", "reference/commands", "reference/api")
+LAID_OUT = ("index", "CONCEPTS", "EXAMPLES", "FIRST_MINUTES_CPU", "GAINS", "PERFORMANCE", "reference/commands",
+            "reference/api")
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -156,7 +157,9 @@ def test_the_site_needs_no_network(site: Path):
 
 def test_pages_have_a_switch_to_dark_and_a_next_one(site: Path):
     found = (site / "index.html").read_text()
-    assert 'id="__palette_1"' in found and 'href="GETTING_STARTED.html" class="md-footer__link' in found
+    assert re.findall(r'data-md-color-media="([^"]*)"', found) == [
+        "(prefers-color-scheme)", "(prefers-color-scheme: light)", "(prefers-color-scheme: dark)"]
+    assert 'href="GETTING_STARTED.html" class="md-footer__link' in found
 
 
 def documented_names(package: ModuleType) -> Iterator[str]:
@@ -190,6 +193,18 @@ def test_a_search_finds_words_of_pages_and_nothing_of_notes_and_changes(site: Pa
         assert there == any(word in (part["title"] + part["text"]).lower() for part in found), word
     left_out = re.compile(r"source/(CHANGELOG|benchmarks)")
     assert len(found) > 200 and not [part for part in found if left_out.match(part["location"])]
+    sources = [part for part in found if part["location"].startswith("source/")]
+    assert sources and all(part["boost"] < 1 for part in sources)
+
+
+@pytest.mark.parametrize(("word", "wanted"), [("docker", "tutorials/deploying"), ("notebook", "EXAMPLES"),
+                                              ("quantize", "TRAINING"), ("surrogate", "CELLS")])
+def test_the_search_of_a_page_in_a_folder_shows(site: Path, word: str, wanted: str):
+    if chromium.program() is None:
+        pytest.skip("only a browser runs the search")
+    page = chromium.run("--virtual-time-budget=20000", "--dump-dom", f"{(site / 'index.html').as_uri()}?q={word}")
+    shown = re.findall(r'<a href="([^"]*)" class="md-search-result__link', page)
+    assert any(f"/{wanted}.html" in link for link in shown) and "/source/" not in shown[0]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("FIRST_MINUTES_*.md")), ids=lambda page: page.stem)

@@ -146,6 +146,8 @@ def test_an_explanation_and_a_search_as_html():
     one = Result(layer.workload, resolve("sm_90a"), finish, Path("log.jsonl"), 0, 2, {HOSTILE: 3}, curve=curve)
     text = replace(one, backward=replace(one, workload=layer.workload.adjoint))._repr_html_()
     assert text.count("<svg") == 2 and "class=" not in text
+    assert text.count(">trial</text>") == 2 and not re.search(r">[12]\.\d+</text>", text), "there is no half trial"
+    assert re.search(r'overflow-wrap: anywhere">log\.jsonl<', text), "a path is wider than a phone"
     assert ["failed", f"3: {HOSTILE}"] in rows(text) and ["best", "fused_step units=4"] in rows(text)
     empty = replace(one, finish=structs.replace(finish, best=None, best_us=None), curve=())
     assert "<svg" not in empty._repr_html_() and ["trials", "2 in 3 s"] in rows(empty._repr_html_())
