@@ -142,7 +142,8 @@ def refusing_again(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor
     """The gradients of a layer where gradients of these may follow, which the operator refuses."""
     shapes = output_shapes(engine.kind, x)
     given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-    return recurrent_backward(x, [*state], lengths, [*weights], engine.kind.text, y, kept, given)
+    found: list[torch.Tensor] = recurrent_backward(x, [*state], lengths, [*weights], engine.kind.text, y, kept, given)
+    return found
 
 
 # past the checks of Function.apply() for torch.func, whose calls go by operators
