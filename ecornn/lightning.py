@@ -11,7 +11,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from ecornn.errors import ArgumentError, MissingPackageError
+from ecornn.torch import Report, prepare, replace, restore
+
+__all__ = ["CompileLayers"]
 
 NAMES = sorted(("lightning.pytorch", "pytorch_lightning"), key=lambda name: sys.modules.get(name) is None)
 
@@ -19,12 +24,6 @@ _name = next((name for name in NAMES if find_spec(name.partition(".")[0])), None
 if _name is None:
     raise MissingPackageError("ecornn.lightning needs lightning, which is not installed: pip install lightning")
 _lightning: Any = import_module(_name)
-
-import torch
-
-from ecornn.torch import Report, prepare, replace, restore
-
-__all__ = ["CompileLayers"]
 
 
 class CompileLayers(_lightning.Callback):  # type: ignore[misc]
@@ -59,7 +58,7 @@ class CompileLayers(_lightning.Callback):  # type: ignore[misc]
         report = replace(pl_module, **self.options)
         if report.swapped or self.report is None:
             self.report = report
-            _lightning.utilities.rank_zero_info(f"ecornn: {report}")
+            _lightning.utilities.rank_zero_info(f"Recurrent layers, by ecornn:\n{report}")
         asked = torch.is_grad_enabled()
         if self.example is not None and asked not in self._prepared:
             given = trainer.precision_plugin.convert_input(self.example)

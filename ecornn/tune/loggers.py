@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from ecornn.tune.session import Result
     from ecornn.tune.tuner import Progress
 
+__all__ = ["Logger", "TensorBoard", "WandB"]
+
 Row = dict[str, int | float | str]
 
 
 class Logger(Protocol):
-    """An object that ``tune(logger=...)`` takes. Every row has the ``layer`` as text and the number of its ``trial``."""
+    """An object that ``tune(logger=...)`` takes. Every row has the ``layer`` as text and the number of a ``trial``."""
 
     def log(self, row: Row) -> object: ...
 
@@ -73,8 +75,8 @@ def of_trial(now: Progress, failed: int) -> Row:
     """The row of a trial: µs of a step, none of a trial that failed, and of the best and the default so far; the number
     of those that failed; seconds of the run."""
     times = now.trial.times
-    return _row(layer=str(now.trial.workload), trial=now.done, time_us=times and times.median, best_us=now.best_us,
-                default_us=now.default_us, failed=failed, seconds=now.trial.seconds)
+    return _row(layer=str(now.trial.workload), trial=now.done, time_us=times.median if times else None,
+                best_us=now.best_us, default_us=now.default_us, failed=failed, seconds=now.trial.seconds)
 
 
 def of_result(result: Result) -> Row:
@@ -82,8 +84,9 @@ def of_result(result: Result) -> Row:
     the reason for which the search ended, and the best configuration."""
     finish, best = result.finish, result.finish.best
     return _row(layer=str(result.workload), trial=finish.trials, compared_best_us=finish.best_us,
-                compared_default_us=finish.default_us, gain=result.gain and result.gain.ratio, reason=finish.reason,
-                configuration=best and f"{best.schedule} {config_text(best.config)}", device=result.device.name)
+                compared_default_us=finish.default_us, gain=result.gain.ratio if result.gain else None,
+                configuration=f"{best.schedule} {config_text(best.config)}" if best else None,
+                reason=finish.reason, device=result.device.name)
 
 
 def _row(**values: int | float | str | None) -> Row:

@@ -238,7 +238,7 @@ class Session:
         require("output", output, isinstance(output, (str, Path, type(None))), "str or Path, or None")
         require("report", report, callable(report), "a function")
         require("begin", begin, callable(begin), "a function")
-        require("logger", logger, logger is None or callable(getattr(logger, "log", None)), "None or an object with log")
+        require("logger", logger, logger is None or callable(getattr(logger, "log", 0)), "an object with log, or None")
         path = Path(output or log_path(workload, self.device))
         digest = digest_of(workload, self.device, choose.searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)

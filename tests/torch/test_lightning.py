@@ -1,4 +1,4 @@
-"""The callback of Lightning, in real trainers on a CPU: what it replaces, what checkpoints hold, and what comes back."""
+"""The callback of Lightning, in real trainers on a CPU: layers that it replaces and restores, and checkpoints."""
 
 import copy
 import subprocess
@@ -143,7 +143,7 @@ def test_options_are_those_of_replace_and_checked_at_once(tmp_path: Path):
     ("import sys; sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None",
      "ecornn.lightning needs lightning, which is not installed: pip install lightning")])
 def test_the_package_that_a_program_imported_is_used_and_a_missing_one_is_named(before: str, words: str):
-    code = f"{before}\ntry:\n    from ecornn.lightning import CompileLayers as C\n    print(C.__bases__[0].__module__)\n" \
-           "except ImportError as error:\n    print(error)"
+    code = (f"{before}\ntry:\n    from ecornn.lightning import CompileLayers as C\n"
+            "    print(C.__bases__[0].__module__)\nexcept ImportError as error:\n    print(error)")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.startswith(words)

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from tune_fakes import DEVICE
 
-from ecornn.console import tune as command
+from ecornn.cli.tune_command import tune as command
 from ecornn.errors import MissingPackageError
 from ecornn.tune import tune
 from ecornn.tune.log import Gain
@@ -20,6 +21,7 @@ from ecornn.workload import Workload
 
 LAYER = Workload("lstm", 8, 8, 1, 10)
 BEST = Choice("cpu_sequence", {"rows": 4})
+COMMAND = "--cell gru --hidden 8 --hidden 9 --batch 1 --seq 10 --trials 2 --target cpu --no-torch --tensorboard"
 WRITERS = {"tensorboardX": "tensorboardX", "torch.utils.tensorboard": "tensorboard"}  # module -> package
 
 
@@ -37,7 +39,7 @@ class Run:
         self.ended = True
 
 
-def trial(us: float | None) -> Trial:
+def a_trial(us: float | None) -> Trial:
     return Trial(run="r-1", index=0, stage="search", workload=LAYER, device=DEVICE, schedule=BEST.schedule, revision=1,
                  generation=1, config=BEST.config, versions={}, seed=0, seconds=2.5,
                  times=Times.of([us]) if us else None, error=None if us else "it crashed")
@@ -60,11 +62,12 @@ def events(folder: Path) -> list[tuple[int, str, float | str]]:
 
 
 def test_rows_hold_what_is_known():
-    first = of_trial(Progress(1, 4, trial(None), None, None), 1)
+    first = of_trial(Progress(1, 4, a_trial(None), None, None), 1)
     assert first == {"layer": "lstm T=10 B=1 I=8 H=8 float32", "trial": 1, "failed": 1, "seconds": 2.5}
-    assert of_trial(Progress(2, 4, trial(3.0), BEST, 3.0, 4.0), 1) == first | {
+    assert of_trial(Progress(2, 4, a_trial(3.0), BEST, 3.0, 4.0), 1) == first | {
         "trial": 2, "time_us": 3.0, "best_us": 3.0, "default_us": 4.0}
-    finish = Finish(run="r-1", reason="trials", trials=4, seconds=3.0, best=BEST, best_us=2.0, default=BEST, default_us=4.0)
+    finish = Finish(run="r-1", reason="trials", trials=4, seconds=3.0, best=BEST, best_us=2.0, default=BEST,
+                    default_us=4.0)
     result = Result(LAYER, DEVICE, finish, Path("log"), 0, 4, {}, gain=Gain(2.0, 1.9, 2.1, True))
     assert of_result(result) == {
         "layer": first["layer"], "trial": 4, "compared_best_us": 2.0, "compared_default_us": 4.0, "gain": 2.0,
@@ -113,11 +116,8 @@ def test_a_search_logs_its_trials_and_its_result(tmp_path: Path):
 
 def test_the_command_writes_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
-    monkeypatch.setattr(sys, "argv", ["ecornn-tune", *"--cell gru --hidden 8 --hidden 9 --batch 1 --seq 10 --trials 2 "
-                                      "--target cpu --no-torch --tensorboard".split(), str(tmp_path / "runs")])
-    with pytest.raises(SystemExit) as ended:
-        command()
-    assert not ended.value.code
+    result = CliRunner().invoke(command, [*COMMAND.split(), str(tmp_path / "runs")])
+    assert result.exit_code == 0, result.output
     assert len([*(tmp_path / "runs").iterdir()]) == 2
     rows = events(tmp_path / "runs")
     assert [step for step, name, _ in rows if name == "time_us"] == [1, 2, 1, 2]
