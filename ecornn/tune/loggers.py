@@ -11,8 +11,11 @@ from ecornn.errors import MissingPackageError
 from ecornn.schedules import config_text
 
 if TYPE_CHECKING:
-    from ecornn.tune.session import Result
+    from ecornn.device import Device
+    from ecornn.tune.log import Gain
+    from ecornn.tune.record import Finish
     from ecornn.tune.tuner import Progress
+    from ecornn.workload import Workload
 
 __all__ = ["Logger", "TensorBoard", "WandB"]
 
@@ -79,14 +82,14 @@ def of_trial(now: Progress, failed: int) -> Row:
                 best_us=now.best_us, default_us=now.default_us, failed=failed, seconds=now.trial.seconds)
 
 
-def of_result(result: Result) -> Row:
-    """The row of a result, which has compared the fastest with the default once more: µs of a step of both, the gain,
-    the reason for which the search ended, and the best configuration."""
-    finish, best = result.finish, result.finish.best
-    return _row(layer=str(result.workload), trial=finish.trials, compared_best_us=finish.best_us,
-                compared_default_us=finish.default_us, gain=result.gain.ratio if result.gain else None,
+def of_result(workload: Workload, device: Device, finish: Finish, gain: Gain | None) -> Row:
+    """The row of a run's result, which has compared the fastest with the default once more: µs of a step of both, the
+    gain, the reason for which the search ended, and the best configuration."""
+    best = finish.best
+    return _row(layer=str(workload), trial=finish.trials, compared_best_us=finish.best_us,
+                compared_default_us=finish.default_us, gain=gain.ratio if gain else None,
                 configuration=f"{best.schedule} {config_text(best.config)}" if best else None,
-                reason=finish.reason, device=result.device.name)
+                reason=finish.reason, device=device.name)
 
 
 def _row(**values: int | float | str | None) -> Row:

@@ -261,7 +261,7 @@ class Session:
         result = Result(workload, self.device, run.finish, run.path, before, len(run.search) - before, dict(failures),
                         sum(t.noisy for t in run.trials), gain_of(run), tuple(run.curve()))
         if logger is not None:
-            logger.log(loggers.of_result(result))
+            logger.log(loggers.of_result(workload, self.device, result.finish, result.gain))
         return result
 
     def _search(self, cell: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
