@@ -164,7 +164,7 @@ GROUPS = {"Layer": "cell hidden input batch seq dtype layers bidirectional rever
                    "node weights_from prefix workloads",
           "Search": "trials time_limit early_stop resume",
           "Comparison": "against seconds grid only listed reproduce",
-          "Output": "output emit emit_to embed csv json verbose",
+          "Output": "output emit emit_to embed csv json tensorboard verbose",
           "Machine": "target threads jobs tracker key allow_remote",
           "Advanced": "weights precision keep schedule config overlap timeout longest seed torch"}
 

@@ -91,6 +91,8 @@ ONE_SEARCH = "The backward pass has no knobs on a CPU, so only the forward pass 
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Continue the run that is in the log.")
 @click.option("--output", type=PATH, metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
+@click.option("--tensorboard", type=PATH, metavar="DIR", help="Also log each trial and the result for TensorBoard: "
+              "`tensorboard --logdir DIR` shows them. Needs tensorboardX or tensorboard.")
 @click.option("--schedule", metavar="NAME", help="Search this schedule only.")
 @click.option("--torch/--no-torch", default=True, show_default=True, help="First time PyTorch's layer for comparison, "
               "if PyTorch is installed. This takes a few seconds.")
@@ -103,20 +105,24 @@ ONE_SEARCH = "The backward pass has no knobs on a CPU, so only the forward pass 
 @click.version_option(package_name="ecornn")
 @click.pass_context
 def tune(context: click.Context, target: str | None, timeout: float, seed: int, tracker: str | None, key: str,
-         allow_remote: bool, torch: bool, verbose: bool, json: bool, **options: Any) -> None:
+         allow_remote: bool, torch: bool, verbose: bool, json: bool, tensorboard: Path | None, **options: Any) -> None:
     """Searches for the fastest schedule and knobs of a layer, or of many layers.
 
     A candidate counts only if its output matches a float64 reference. Candidates run in a process of their own, which
     is stopped if one hangs."""
     layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
-        with safe_interrupts(*ENDING):
+        with contextlib.ExitStack() as stack, safe_interrupts(*ENDING):
             from rich.console import Console
 
             load_tvm()
             with said_while("loading the tuner"):
+                from ecornn.tune.loggers import TensorBoard
                 from ecornn.tune.session import Session
 
+            options["logger"] = None if tensorboard is None else TensorBoard(tensorboard)
+            if options["logger"] is not None:
+                stack.callback(options["logger"].finish)
             console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
             done: list[Result] = []
             servers = found_tracker(tracker, key, allow_remote)

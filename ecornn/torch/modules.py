@@ -47,6 +47,10 @@ class CompiledModule(torch.nn.Module):
             refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
             raise
 
+    def _get_name(self) -> str:
+        """The name that ``print(model)`` shows, such as CompiledLSTM, though the class is still called LSTM."""
+        return f"{'Compiled' * (self.TORCH is not None)}{super()._get_name()}"
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         if torch.__future__.get_swap_module_params_on_conversion():
             engine.let_go(self)

@@ -243,9 +243,9 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
     alone = len(wanted) == 1 or processes == 1 or cache.folder() is None
     compilers = compiling.Compilers(0 if alone else min(processes, len(wanted)))
     try:
-        jobs = [None if alone or not apart(*asked) else compiling.Job(*asked) for asked in wanted]
-        for job in filter(None, jobs):
-            compilers.submit(job)
+        jobs = [compiling.Job(*asked) if not alone and apart(*asked) else None for asked in wanted]
+        for begun in filter(None, jobs):
+            compilers.submit(begun)
         with going(f"ecornn: compiled 0 of {len(wanted)} layers") as told:
             for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
                 if job is not None:

@@ -26,7 +26,7 @@ from ecornn.notebook import beside, in_notebook, table
 from ecornn.quick_tvm import require_tvm
 from ecornn.schedules import all_schedules, config_text
 from ecornn.task import make_task
-from ecornn.tune import choose, proposing
+from ecornn.tune import choose, loggers, proposing
 from ecornn.tune.choose import Environment, present
 from ecornn.tune.log import Gain, Journal, digest_of, gain_of, log_path, words
 from ecornn.tune.pool import Closed, Entries, Pool, ProcessEvaluator
@@ -167,7 +167,8 @@ class Session:
              training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
              early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
              only: Sequence[Choice] | None = None, report: Callable[[Progress], None] | None = None,
-             begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
+             begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
+             logger: loggers.Logger | None = None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         choices and no others."""
         layer = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
@@ -182,7 +183,8 @@ class Session:
                 shown = stack.enter_context(stack.enter_context(Meter(Console())).layer("", training))
                 options = {"report": shown.report, "stage": shown.stage}
             return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
-                                   output=output, schedule=schedule, only=only, begin=begin, **options)
+                                   output=output, schedule=schedule, only=only, begin=begin, logger=logger,
+                                   **options)
 
     def layer(self, cell: str | Cell, *, dtype: str | None = None, precision: str | None = None,
               **properties: Any) -> LayerSpec:
@@ -224,7 +226,8 @@ class Session:
                       output: Path | None = None, schedule: str | None = None, only: Sequence[Choice] | None = None,
                       report: Callable[[Progress], None] = lambda _: None,
                       begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
-                      stage: Callable[[str], None] = lambda _: None) -> Result:
+                      stage: Callable[[str], None] = lambda _: None,
+                      logger: loggers.Logger | None = None) -> Result:
         """Searches schedules and knobs for one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``.
         Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
@@ -235,21 +238,31 @@ class Session:
         require("output", output, isinstance(output, (str, Path, type(None))), "str or Path, or None")
         require("report", report, callable(report), "a function")
         require("begin", begin, callable(begin), "a function")
+        require("logger", logger, logger is None or callable(getattr(logger, "log", 0)), "an object with log, or None")
         path = Path(output or log_path(workload, self.device))
         digest = digest_of(workload, self.device, choose.searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
         before = len(run.search)
+
+        def logged(now: Progress) -> None:
+            report(now)
+            if logger is not None:
+                logger.log(loggers.of_trial(now, sum(trial.error is not None for trial in run.search)))
+
         if not run.finished(wanted, limit, early_stop):
             with run.alone():
                 run = Journal.open(path, digest, resume)  # another process may have gone on until now
                 before = len(run.search)
                 if not run.finished(wanted, limit, early_stop):
                     settings = Settings(wanted, self.seed, limit, early_stop=early_stop, started=started)
-                    self._search(layer.loaded, spec, workload, run, settings, schedule, only, report, begin, stage)
+                    self._search(layer.loaded, spec, workload, run, settings, schedule, only, logged, begin, stage)
         assert run.finish is not None
         failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
-        return Result(workload, self.device, run.finish, run.path, before, len(run.search) - before, dict(failures),
-                      sum(t.noisy for t in run.trials), gain_of(run), tuple(run.curve()))
+        result = Result(workload, self.device, run.finish, run.path, before, len(run.search) - before, dict(failures),
+                        sum(t.noisy for t in run.trials), gain_of(run), tuple(run.curve()))
+        if logger is not None:
+            logger.log(loggers.of_result(workload, self.device, result.finish, result.gain))
+        return result
 
     def _search(self, cell: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
@@ -301,7 +314,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
          time_limit: float | None = None, seed: int = 0, resume: bool = True, early_stop: bool = True,
          output: Path | None = None, schedule: str | None = None, tracker: Tracker | None = None,
          report: Callable[[Progress], None] | None = None,
-         begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
+         begin: Callable[[ConfigSpace, int], None] = lambda *_: None, logger: loggers.Logger | None = None,
          entries: Entries | None = None) -> Result:
     """Searches schedules and knobs for one layer; the records are used by ``ecornn.compile``.
 
@@ -324,6 +337,9 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     schedule : only this schedule
     report, begin : called after each trial; and before the first, with what was resumed. A notebook shows in one line
         how the search goes, unless ``report`` does something else
+    logger : an object whose ``log`` is called with a dictionary after each trial, and at the end with the result:
+        ``ecornn.tune.loggers.TensorBoard(folder)``, ``ecornn.tune.loggers.WandB(run)``, or one of your own. Nothing
+        here calls ``finish`` of it, since it may log several searches
 
     Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments, ``DeviceError`` without
     the device, ``ScheduleError`` where no schedule serves the workload, ``RecordError`` where the log cannot be read or
@@ -333,7 +349,8 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
         return session.tune(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                             precision=precision, training=training, trials=trials, time_limit=time_limit, resume=resume,
-                            early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)
+                            early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin,
+                            logger=logger)
 
 
 def require(name: str, value: Any, holds: bool, allowed: str) -> None:

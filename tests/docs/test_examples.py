@@ -58,10 +58,18 @@ def test_digits_without_pytorch(searched: Path):
 
 @pytest.mark.parametrize(("command", "words"), [
     ("02_own_cell.py", ["limit 1.0e-05"]), ("11_sharing_logs.py --trials 2", ["by imported.jsonl"]),
-    ("04_replace.py --seconds 0.1", ["Acoustic: recurrent compiled", "Translator: encoder, decoder compiled"])])
+    ("04_replace.py --seconds 0.1", ["Acoustic: recurrent compiled", "Translator: encoder, decoder compiled"]),
+    ("16_huggingface.py --hidden 16", ["config.json, model.safetensors", "): CompiledLSTM(128, 16", "Tagger  ",
+                                       "saved again: the same file"])])
 def test_it_says(command: str, words: list[str], tmp_path: Path):
     text = run(*command.split(), cwd=tmp_path)
     assert all(word in text for word in words), text
+
+
+def test_lightning(tmp_path: Path):
+    pytest.importorskip("lightning", reason="Lightning is in the extra `test`, but not installed here")
+    text = run("17_lightning.py", "--hidden", "16", "--batches", "3", cwd=tmp_path)
+    assert "recurrent: compiled" in text and "limit 1e-2; LSTM of the checkpoint: outputs differ by" in text
 
 
 def test_more_cells(tmp_path: Path):

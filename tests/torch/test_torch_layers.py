@@ -298,17 +298,19 @@ def test_a_layer_is_what_it_was(name: str, fullgraph: bool, one_thread: None):
 @pytest.mark.parametrize("layer", [lambda: Own(I, H, note="kept"), lambda: torch.nn.GRU(I, H),
                                    lambda: OwnCell(I, H), lambda: torch.nn.LSTMCell(I, H)])
 def test_copies(layer: Any, how: str):
-    kind = type(plain := layer())
+    kind, shown = type(plain := layer()), repr(plain)
     model, (x, weight) = compiled(plain), parts_of(plain)
     assert isinstance(model.layer, kind)
     model(x).sum().backward()
     made = copied(model, how)
+    assert f"(layer): Compiled{shown}\n" in repr(model) and repr(made) == repr(model)
     assert type(made.layer) is type(model.layer) and getattr(made.layer, weight) is not getattr(model.layer, weight)
     assert kind is not Own or (made.layer.note == "kept" and made.layer.widths() == (I, H))
     with torch.no_grad():
         getattr(made.layer, weight).mul_(0.5)
     agree_with_torch(made, x)
     assert ecornn.torch.restore(made) == ("layer",) and type(made.layer) is kind
+    assert repr(made.layer) == shown
 
 
 @pytest.mark.parametrize("method", ["forward", "check_forward_args", "permute_hidden"])

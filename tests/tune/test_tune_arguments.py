@@ -50,8 +50,8 @@ class Half(ecornn.Cell):
 @pytest.mark.parametrize(("argument", "value"), [
     ("trials", 0), ("trials", -3), ("trials", 2.5), ("trials", "4"), ("trials", True), ("timeout", 0), ("timeout", "x"),
     ("timeout", float("nan")), ("timeout", None), ("time_limit", 0), ("time_limit", "3"), ("time_limit", float("inf")),
-    ("seed", -1), ("seed", 1.5), ("seed", None), ("seed", 1 << 70), ("report", 3), ("begin", 3), ("target", 5),
-    ("tracker", "127.0.0.1:9190"), ("output", 5), ("cell", 5), ("cell", None)])
+    ("seed", -1), ("seed", 1.5), ("seed", None), ("seed", 1 << 70), ("report", 3), ("begin", 3), ("logger", 3),
+    ("target", 5), ("tracker", "127.0.0.1:9190"), ("output", 5), ("cell", 5), ("cell", None)])
 def test_a_bad_argument_is_named_and_nothing_is_written(argument, value, tmp_path, monkeypatch):
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
     arguments = {"cell": "lstm", **LAYER, argument: value}
