@@ -20,7 +20,7 @@ from ecornn.boundary import public
 from ecornn.cells.base import parameters_of
 from ecornn.errors import ArgumentError, CellError
 from ecornn.torch.traced_graph import Learned, Sizes, Traced, carried_out, operator_name, place_of, pointed, reached
-from ecornn.torch.traced_step import TracedCell
+from ecornn.torch.traced_step import TracedCell, named
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Value
 
 # B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one,
@@ -70,9 +70,7 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
         raise ArgumentError("name", name, "letters, digits and underscores, with a letter first")
     names = states_of(step, states)
     together = len(names) > 1 and len(_positional(step)) == 2
-    # a class of its own, which no other process can import
-    kind: type[TracedCell] = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
-    traced = kind(Traced(step, sizes["input_size"], sizes["hidden_size"], names, together))
+    traced = named(name, Traced(step, sizes["input_size"], sizes["hidden_size"], names, together))
     hold(traced)
     return traced
 

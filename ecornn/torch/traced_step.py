@@ -284,6 +284,14 @@ class TracedCell(Cell):
         self.frozen = {name: one.value for name, one in learned.items() if one.kind == "parameter" and not (
             one.value.requires_grad)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has the step, which the process that reads it traces again: graphs of PyTorch have no pickles."""
+        return named, (self.name, self.traced)
+
+    def __deepcopy__(self, memo: Any) -> TracedCell:
+        """The cell itself: it does not change, and tracing it again would take seconds."""
+        return self
+
     def walk(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Walk:
         """The step on te tensors, at any I and H."""
         return Walk(self.graph, x, states[self.shown:], lambda use: parameters[self.read.names[use]])
@@ -351,6 +359,12 @@ class TracedCell(Cell):
         input = value.shape[1] if value.dim() == 2 and isinstance(source.use, Matrix) and source.use.widths == (
             "I",) else self.own.input
         return Sizes(self.own.batch, input, hidden)
+
+
+def named(name: str, traced: Traced) -> TracedCell:
+    """The cell of a step, of a class of its own with this name, which no other process can import."""
+    kind = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
+    return kind(traced)
 
 
 def _axes(shape: Shape) -> Shape:

@@ -17,6 +17,7 @@ from torch_values import BACKWARD, close
 
 import ecornn
 import ecornn.torch
+from ecornn.cells.naming import received, spec_of
 from ecornn.errors import ArgumentError, CellError, FallbackError
 from ecornn.torch.kind import cell_of, kind_of, name_of, text_of
 
@@ -125,6 +126,17 @@ def test_a_cell_is_of_any_size_and_has_the_modules_names():
     weights, whole = joint.weights(layer=2), dict(joint.traced.step.named_parameters())["gates.0.weight"]
     torch.testing.assert_close(torch.cat([weights["gates_0_weight_0_l2"], weights["gates_0_weight_1_l2"]], 1), whole)
     assert ecornn.torch.cell(lambda x, h: torch.tanh(h), input_size=3, hidden_size=3).parameters(3, 3) == {}
+
+
+def test_a_cell_can_be_tuned_where_it_is_made():
+    """The tuner's processes read its pickle, also that of a module which only this function has."""
+    class Local(MGU):
+        pass
+
+    cell = ecornn.torch.cell(Local(I, H))
+    found = received(spec_of(cell))
+    assert found is not cell and found.identity() == cell.identity() and copy.deepcopy(cell) is cell
+    assert all(torch.equal(a, b) for a, b in zip(found.weights().values(), cell.weights().values(), strict=True))
 
 
 class Wrong(nn.Module):
