@@ -32,10 +32,10 @@ def page() -> str:
     """The page as Markdown."""
     from ecornn.schedules import all_schedules
 
-    out = ["# Schedules and knobs\n", "A schedule is a template for code that runs a layer. A search chooses the values "
-           "of its knobs. `ecornn explain` says which schedule a layer gets and why, `--schedule NAME --config KNOB=VALUE` "
-           "sets it by hand, and `ecornn tune` searches all schedules. The values below are those of example layers; "
-           "the allowed values depend on cell, sizes, data type and device.\n"]
+    out = ["# Schedules and knobs\n", "A schedule is a template for code that runs a layer. A search chooses the "
+           "values of its knobs. `ecornn explain` says which schedule a layer gets and why, `--schedule NAME --config "
+           "KNOB=VALUE` sets it by hand, and `ecornn tune` searches all schedules. The values below are those of "
+           "example layers; the allowed values depend on cell, sizes, data type and device.\n"]
     for name, schedule in all_schedules().items():
         kind = "CUDA GPUs" if schedule.kind == "cuda" else "CPUs"
         out += [f"## {name}\n", f"For {kind}; revision {schedule.revision}"

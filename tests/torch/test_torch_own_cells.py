@@ -148,22 +148,22 @@ class Wrong(nn.Module):
 
 
 FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "cumsum": (lambda m, x, h: torch.cumsum(m.lin(h), -1), "cumsum: not an operator of a step; there are products"),
-    "batch": (lambda m, x, h: m.lin(h).chunk(2)[0], "split_with_sizes: along the batch, whose rows are apart"),
-    "mean": (lambda m, x, h: h - h.mean(0), "mean: over the batch, whose rows are apart in a cell"),
-    "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3)"),
-    "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: places 0 to 1 of an axis of 3"),
-    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is not a multiple of H = 11"),
-    "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 11"),
-    "unit": (lambda m, x, h: m.lin(h)[:, 3], "a unit cannot be read by itself"),
+    "cumsum": (lambda m, x, h: torch.cumsum(m.lin(h), -1), "cumsum: a step cannot use this operator. It can"),
+    "batch": (lambda m, x, h: m.lin(h).chunk(2)[0], "split_with_sizes: a part of the batch; a cell computes each row"),
+    "mean": (lambda m, x, h: h - h.mean(0), "mean: a reduction over the batch; a cell computes each row"),
+    "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, with the shape (B, 3)"),
+    "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: indices 0 to 1 of an axis of 3"),
+    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows; expected a multiple of H = 11"),
+    "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: indices 0 to 3 of an axis of 11"),
+    "unit": (lambda m, x, h: m.lin(h)[:, 3], "a cell cannot read a single unit"),
     "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "use torch.where instead of a branch"),
     "item": (lambda m, x, h: h * m.scale.item(), "depends on the values of a tensor"),
     "random": (lambda m, x, h: F.dropout(h, 0.5), "a step that draws random numbers cannot be a cell"),
-    "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [13] beside tensors"),
+    "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [13]; expected only tensors"),
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
     "rows alike": (lambda m, x, h: h + m.scale * torch.arange(len(h))[:, None], "differs between rows of the batch"),
-    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read")}
+    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: it depends on x alone, and in")}
 NO_LINE = ("number", "returned")
 
 
