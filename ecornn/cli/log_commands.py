@@ -1,7 +1,7 @@
 """``ecornn log`` shows, merges, prunes and verifies tuning logs; ``ecornn report`` makes a page of them.
 
-With ``--json`` results are objects on standard output. Messages about files, skipped lines and records that are left out
-go to standard error."""
+With ``--json`` results are objects on standard output. Messages about files, skipped lines and records that are left
+out go to standard error."""
 
 from __future__ import annotations
 
@@ -362,7 +362,7 @@ Examples:
               show_default=True, metavar="PAGE.html", help="File to write; an existing file is replaced.")
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
               help="The number of latest searches that have a section.")
-@click.option("--only", default="", metavar="TEXT", help="Only layers whose name contains TEXT, such as 'lstm T=300 B=20'.")
+@click.option("--only", default="", metavar="TEXT", help="Only layers whose name contains TEXT, as 'lstm T=300 B=20'.")
 @click.option("--results", multiple=True, type=PATH, metavar="FILE",
               help="Also show times of other libraries from `ecornn bench --json` or --csv; repeatable.")
 @with_json

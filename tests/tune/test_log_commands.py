@@ -304,7 +304,7 @@ def test_stats_say_what_there_is(path):
     assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output
     append(path, failed("build: \x1b]0;title\x07 of 3\nmore", index=2))
     assert "1 failed: build: ?]0;title? of 3\n" in run("log", "stats", path)
-    assert "1 failed: run: wrong output: 3" in output and "2.00x in the median of 1 runs" in output
+    assert "1 failed: run: wrong output: 3" in output and "is 2.00 times as fast as the untuned" in output
 
 
 def test_a_log_is_rewritten_whole_or_not_at_all(path, tmp_path):
