@@ -364,7 +364,7 @@ class TracedCell(Cell):
 
 def named(name: str, traced: Traced) -> TracedCell:
     """The cell of a step, of a class of its own with this name, which no other process can import."""
-    kind = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
+    kind: type[TracedCell] = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
     return kind(traced)
 
 
