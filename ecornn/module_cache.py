@@ -6,12 +6,13 @@ ecornn's code, dependencies, compilers; where there is no compiler, the last ent
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ VARIABLE = "ECORNN_MODULES"
 ANY = "layer of any compiler"  # the kind of an entry
 KINDS = {"cpu": "llvm", "cuda": "cuda"}  # target -> kind of device
 _had: dict[int, Module] = {}  # modules that were used, for save_modules
-_told: list[str] = []
+_told: set[str] = set()  # hints that this process has given
+_quiet: list[None] = []  # one for each of those that want no hints
 
 
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
@@ -49,11 +51,8 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
     from ecornn import compiler
 
     def make() -> bytes:
-        if not _told:
-            _told.append("said")
-            logging.getLogger("ecornn").warning(
-                "compiling %s, which takes some seconds at the first call of every kind of layer; "
-                "to compile ahead, call ecornn.torch.prepare(model, *example)", layer.workload)
+        hint("compiling %s, which takes some seconds at the first call of every kind of layer; "
+             "to compile ahead, call ecornn.torch.prepare(model, *example)", layer)
         module = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
         return module.path.read_bytes()
 
@@ -63,6 +62,23 @@ def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | No
     content = cache.entry("layer", (*parts, *_compilers(target)), make)
     cache.keep(ANY, parts, content)
     return _remembered(from_bytes("layer.so", content))
+
+
+def hint(text: str, layer: LayerSpec) -> None:
+    """Logs that a layer is compiled, and what the user can do about it: once in a process, unless hints are off."""
+    if text not in _told and not _quiet:
+        _told.add(text)
+        logging.getLogger("ecornn").warning(text, layer.workload)
+
+
+@contextlib.contextmanager
+def without_hints() -> Iterator[None]:
+    """Turns hints off: ``prepare()``, which shows its progress, must not tell its caller to call ``prepare()``."""
+    _quiet.append(None)
+    try:
+        yield
+    finally:
+        _quiet.pop()
 
 
 def known(layer: LayerSpec, target: str) -> bool:
@@ -239,7 +255,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def ready(_: None) -> None:
-    _told.append("by the other process")
+    _quiet.append(None)  # the process that asks gives hints
 
 
 def compile_for_another(asked: Asked) -> str:

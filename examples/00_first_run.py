@@ -4,8 +4,8 @@
     ecornn compile --cell lstm --hidden 800 --output lstm800.so
     python examples/00_first_run.py lstm800.so
 
-Ends with how many times as fast as PyTorch it is, where that is installed. Exits with 1 where the error is above the
-data type's limit.
+At the end it says how many times as fast as PyTorch the layer is, if PyTorch is installed. It exits with 1 if the error
+is above the limit of the data type. On a CPU it takes a minute at most.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 import ml_dtypes  # NumPy's bfloat16; comes with apache-tvm
 import numpy as np
+from stages import stage
 
 import ecornn
 from ecornn.numpy_reference import random_weights
 
 # ||y - reference|| / ||reference||: accumulation in float32, and for the 16-bit types also one rounding of the state
-# in every step, of 2**-11 and 2**-8 at most; what is remembered of those before makes no more than as much again.
+# in every step, of 2**-11 and 2**-8 at most; errors that states carry on from earlier steps at most double that.
 LIMITS = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 LAYERS: dict[str, tuple[str, dict[str, str]]] = {
     "lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {}), "rnn_relu": ("RNN", {"nonlinearity": "relu"})}
-CHUNK = 25  # steps of the reference at a time
 
 
 def main(path: str) -> int:
@@ -38,10 +38,11 @@ def main(path: str) -> int:
                for name, value in random_weights(work.cell, work.input, work.hidden).items()}
     x = np.random.default_rng(1).standard_normal((work.seq, work.batch, work.input)).astype(dtype)
 
-    layer = module.bind(weights)
-    y, state = layer(x)
+    with stage("packing weights and the first call"):
+        layer = module.bind(weights)
+        y, state = layer(x)
     times: list[float] = []
-    while len(times) < 5 and sum(times) < 2:  # seconds, on a busy machine
+    while len(times) < 5 and sum(times) < 2:  # seconds, in case the machine is busy
         start = time.perf_counter()
         layer(x)
         times.append(time.perf_counter() - start)
@@ -49,13 +50,15 @@ def main(path: str) -> int:
     note = ", copies to and from the GPU included" if module.manifest.device.kind == "cuda" else ""
     print(f"y {y.shape} {y.dtype}: {np.median(times) / work.seq * 1e6:.1f} us a step{note}", flush=True)
 
-    expected, after = reference(work.cell, x, weights)
+    with stage("float64 reference in NumPy"):
+        expected, after = ecornn.reference(work.cell, x, weights)
     errors = [np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
               for got, want in zip((y, *state), (expected, *after), strict=True)]
     print(f"relative error of y and the last state against float64: {max(errors):.1e}, "
           f"limit {LIMITS[work.dtype]:.1e}")
     if max(errors) <= LIMITS[work.dtype]:  # a NaN is not
-        print(beside_pytorch(module.manifest))
+        with stage("comparison with PyTorch"):
+            print(beside_pytorch(module.manifest))
         return 0
     print("the module's result is wrong", file=sys.stderr)
     return 1
@@ -84,18 +87,6 @@ def beside_pytorch(manifest: Any) -> str:
     busy = " Other programs kept the processor busy, so an idle machine may differ." if own.busy or small.busy else ""
     return (f"Beside PyTorch {torch.__version__} on this machine: your {kind.__name__} of {work.hidden} units is "
             f"{own.ratio:.2f} times as fast, and a GRU of 64 units with one batch row {small.ratio:.3g} times.{busy}")
-
-
-def reference(cell: str, x: np.ndarray, weights: dict[str, np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The same in float64 NumPy, a part of the sequence after the other; says every few seconds how far it is."""
-    parts, state, said = [], None, time.monotonic()
-    for begin in range(0, len(x), CHUNK):
-        part, state = ecornn.reference(cell, x[begin:begin + CHUNK], weights, state)
-        parts.append(part)
-        if time.monotonic() - said > 5:
-            said = time.monotonic()
-            print(f"float64 reference: {min(begin + CHUNK, len(x))} of {len(x)} steps", flush=True)
-    return np.concatenate(parts), state
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Three published cells, each in a few lines, as stacks with lengths: nothing else has to be written.
+"""Three published cells, each in a few lines, as stacks of layers for sequences of different lengths.
 
     python examples/03_more_cells.py
 
-Exits with 1 where a result differs from the formula in NumPy.
+The classes are all that you have to write. The program exits with 1 if a result differs from the formula in NumPy. On a
+CPU it takes two minutes at most.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from stages import stage
 
 import ecornn
 from ecornn import Cell, pointwise, product
@@ -96,7 +98,7 @@ def sru(x: Any, h: Any, c: Any, W: Any, u: Any, v: Any) -> tuple[Any, Any]:
 
 
 def formula(step: Callable[..., tuple[Any, Any]], x: Any, layers: list[list[Any]], lengths: Any) -> Any:
-    """y (T, B, H) of a stack, each row on its own and up to its length, float64."""
+    """y (T, B, H) of a stack in float64; each row is computed separately, up to its length."""
     y = np.zeros(x.shape)
     for row, length in enumerate(lengths):
         values = x[:length, row].astype(np.float64)
@@ -113,7 +115,8 @@ def main() -> int:
     T, B, H, layers = 30, 6, 64, 2
     wrong = 0
     for cell, step in ((UGRNN(), ugrnn), (LightGRU(), light_gru), (SRU(), sru)):
-        module = ecornn.compile(cell, hidden=H, batch=B, seq=T, layers=layers, lengths=True)
+        with stage(f"compiling {cell.name}"):
+            module = ecornn.compile(cell, hidden=H, batch=B, seq=T, layers=layers, lengths=True)
         random = np.random.default_rng(0)
         weights = {p.name: random.uniform(-H ** -0.5, H ** -0.5, p.shape).astype(np.float32)
                    for p in module.manifest.parameters}

@@ -1,4 +1,4 @@
-"""A speech recognizer with connectionist temporal classification: five layers in both directions read sound."""
+"""Trains a speech recognizer with connectionist temporal classification (CTC): five bidirectional layers read sound."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import click
 import numpy as np
 import torch
 from python_text import reference, words
+from stages import stage
 from torch import nn
 from training_steps import DEVICE, Step, middle, take_turns
 
 import ecornn.torch
 
-HELP = f"""Trains a recognizer as Deep Speech 2 (Amodei et al. 2016), several recurrent layers in both directions and
-CTC, by compiled layers: `ecornn.torch.replace(model)` is all that it takes. The sound is made here, so that the text is
-known: words of Python's reference, each letter two tones that glide into the next ones, of varying length, pitch and
-loudness, in noise; the model gets its spectrum each 20 ms.
+HELP = f"""Trains a recognizer like Deep Speech 2 (Amodei et al. 2016), several bidirectional recurrent layers with CTC.
+`ecornn.torch.replace(model)` is all that compiled layers need. The program makes the sound itself, from words of
+Python's reference: each letter is two tones that glide into the next ones, of varying length, pitch and loudness, in
+noise. The model gets the spectrum of each 20 ms.
 
 \b
     pip install ".[examples]"    # in the checkout
     python examples/06_speech.py
     python examples/06_speech.py --hidden 800 --frames 300 --batch 20   # the real size, as on a GPU
 
-Exits with 1 where more than --limit of the letters of sound that it has not heard are wrong (insertions, deletions and
-substitutions). Ends with the time of a step, in turns with torch.nn's layers: as written, on a GPU also with the model
-in CUDA graphs. On a GPU in bfloat16 by autocast. Defaults are for {DEVICE}.
+At the end it times a step of compiled layers and of torch.nn's, interleaved: as it is written, on a GPU also with the
+model in CUDA graphs. On a GPU it trains in bfloat16 by autocast. It exits with 1 if more than --limit of the letters of
+new sound are wrong (insertions, deletions and substitutions). The defaults are for {DEVICE}; on a CPU they take three
+minutes at most.
 """
 SIZES = {"cuda": {"hidden": 800, "layers": 5, "frames": 300, "batch": 20, "updates": 2000, "rate": 5e-4},
          "cpu": {"hidden": 48, "layers": 5, "frames": 32, "batch": 16, "updates": 500, "rate": 4e-3}}
@@ -38,17 +40,17 @@ DEFAULT = SIZES[DEVICE]
 LETTERS = "-" + " " + string.ascii_lowercase  # the first one is CTC's blank
 RATE, HOP, WINDOW = 8000, 160, 200  # samples a second, between frames, and in one
 BANDS = WINDOW // 2 + 1
-SETS, HELD_BACK = 64, 4  # batches that are made, and that are for testing
+SETS, HELD_BACK = 64, 4  # the number of batches, and of those for testing
 
 
 class Recognizer(nn.Module):
-    """Spectra (T, B, BANDS) to log-probabilities of letters (T, B, 28)."""
+    """Maps spectra (T, B, BANDS) to log-probabilities of letters (T, B, 28)."""
 
     def __init__(self, hidden: int, layers: int) -> None:
         super().__init__()
         self.recurrent = nn.LSTM(BANDS, hidden, layers, bidirectional=True)
         self.letters = nn.Linear(2 * hidden, len(LETTERS))
-        # PyTorch's first weights, for one layer, let CTC wait long through five before it sees the first letter
+        # with PyTorch's initial weights, CTC on five layers needs many more steps before it finds the first letter
         for name, weight in self.recurrent.named_parameters():
             if "weight_hh" in name:
                 for gate in weight.detach().split(hidden):
@@ -61,7 +63,7 @@ class Recognizer(nn.Module):
 
 
 def spoken(text: str, samples: int, random: np.random.Generator) -> np.ndarray:
-    """The sound of a text that is short enough, (samples,), between silences."""
+    """The sound of a text, (samples,), with silence before and after it; the text must be short enough."""
     pitch = random.uniform(0.93, 1.07)
     lengths = random.integers(45 * RATE // 1000, 75 * RATE // 1000, len(text))
     start = random.integers(0, samples - lengths.sum() + 1)
@@ -79,16 +81,16 @@ def spoken(text: str, samples: int, random: np.random.Generator) -> np.ndarray:
 
 
 def spectra_of(sounds: np.ndarray) -> torch.Tensor:
-    """Log-spectra (T, B, BANDS) of sounds (B, samples), about 0 and of size 1."""
+    """Log-spectra (T, B, BANDS) of sounds (B, samples), with mean 0 and deviation 1."""
     found = torch.stft(torch.from_numpy(sounds), WINDOW, HOP, window=torch.hann_window(WINDOW, dtype=torch.float64),
                        return_complex=True).abs().add(1e-3).log()
     return ((found - found.mean()) / found.std()).permute(2, 0, 1).float().contiguous()
 
 
 def batch_of(vocabulary: list[str], frames: int, batch: int, random: np.random.Generator) -> tuple[torch.Tensor, ...]:
-    """Spectra (T, B, BANDS), letters (B, S) padded with blanks, and how many of these each row has (B,)."""
+    """Spectra (T, B, BANDS), letters (B, S) padded with blanks, and the number of letters of each row (B,)."""
     samples = (frames - 1) * HOP
-    room = samples * 1000 // RATE // 75  # letters that fit for certain
+    room = samples * 1000 // RATE // 75  # letters that always fit
     texts = []
     for _ in range(batch):
         text = str(random.choice(vocabulary))[:room]
@@ -103,17 +105,17 @@ def batch_of(vocabulary: list[str], frames: int, batch: int, random: np.random.G
 
 
 def ctc(scores: torch.Tensor, letters: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The loss of log-probabilities (T, B, 28). PyTorch reads lengths on the host, so that it is in no CUDA graph."""
+    """The loss of log-probabilities (T, B, 28). No CUDA graph can have it: PyTorch reads the lengths on the host."""
     return nn.functional.ctc_loss(scores, letters, torch.full_like(lengths, len(scores)), lengths)
 
 
 def read(scores: torch.Tensor) -> list[str]:
-    """The text of each row: the likeliest letter of each frame, without repetitions and blanks."""
+    """The text of each row: the most likely letter of each frame, without repetitions and blanks."""
     return ["".join(LETTERS[n] for n in row.unique_consecutive().tolist() if n) for row in scores.argmax(-1).T.cpu()]
 
 
 def distance(found: str, wanted: str) -> int:
-    """Letters to insert, delete or substitute (Levenshtein)."""
+    """The number of letters to insert, delete or substitute (Levenshtein)."""
     row = list(range(len(wanted) + 1))
     for n, letter in enumerate(found, 1):
         before, row[0] = row[0], n
@@ -123,7 +125,7 @@ def distance(found: str, wanted: str) -> int:
 
 
 def errors(step: Step, batches: list[tuple[torch.Tensor, ...]]) -> tuple[float, str, str]:
-    """The share of letters that are wrong, and one text as it is and as it was read."""
+    """The share of letters that are wrong, one text, and that text as the model reads it."""
     wrong = letters_in_all = 0
     for spectra, letters, lengths in batches:
         with torch.no_grad(), step.autocast():
@@ -135,20 +137,21 @@ def errors(step: Step, batches: list[tuple[torch.Tensor, ...]]) -> tuple[float, 
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--hidden", default=DEFAULT["hidden"], help="Units of a layer and direction.")
+@click.option("--hidden", default=DEFAULT["hidden"], help="Units of each layer and direction.")
 @click.option("--layers", default=DEFAULT["layers"], help="Recurrent layers.")
-@click.option("--frames", type=click.IntRange(min=24), default=DEFAULT["frames"], help="Of 20 ms, in each sound, T.")
-@click.option("--batch", default=DEFAULT["batch"], help="Sounds of a batch, B.")
-@click.option("--updates", default=DEFAULT["updates"], help="Training steps, at most.")
+@click.option("--frames", type=click.IntRange(min=24), default=DEFAULT["frames"], help="Frames of 20 ms in a sound, T.")
+@click.option("--batch", default=DEFAULT["batch"], help="Sounds in a batch, B.")
+@click.option("--updates", default=DEFAULT["updates"], help="The most training steps.")
 @click.option("--rate", default=DEFAULT["rate"], help="Learning rate.")
-@click.option("--limit", default=0.05, help="Share of letters that may be wrong; training ends at half of it.")
-@click.option("--seconds", default=3.0, help="How long to time.")
+@click.option("--limit", default=0.05, help="The share of letters that may be wrong; training ends at half of it.")
+@click.option("--seconds", default=3.0, help="Seconds to time.")
 def main(hidden: int, layers: int, frames: int, batch: int, updates: int, rate: float, limit: float,
          seconds: float) -> None:
     random = np.random.default_rng(0)
     torch.manual_seed(0)
     vocabulary = sorted({word for word in words(reference()) if word.isalpha() and 1 < len(word) < 9})
-    batches = [batch_of(vocabulary, frames, batch, random) for _ in range(SETS)]
+    with stage(f"making {SETS} batches of sound"):
+        batches = [batch_of(vocabulary, frames, batch, random) for _ in range(SETS)]
     test, seen = batches[:HELD_BACK], batches[HELD_BACK:]
     theirs = Recognizer(hidden, layers).to(DEVICE)
     ours = copy.deepcopy(theirs)
@@ -158,21 +161,24 @@ def main(hidden: int, layers: int, frames: int, batch: int, updates: int, rate: 
         return Step(model, ctc, test[0][:1], test[0][1:], rate)
 
     step, share = step_of(ours), 1.0
-    for number in range(1, updates + 1):
-        spectra, *targets = seen[number % len(seen)]
-        step.load([spectra], targets)
-        step()
-        if number % 50 == 0 or number == updates:
-            share, wanted, found = errors(step, test)
-            print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of unheard letters are wrong: "
-                  f"\"{wanted}\" is read as \"{found}\"", flush=True)
-            if share <= limit / 2:
-                break
+    with stage("compiling and training"):
+        for number in range(1, updates + 1):
+            spectra, *targets = seen[number % len(seen)]
+            step.load([spectra], targets)
+            step()
+            if number % 50 == 0 or number == updates:
+                share, wanted, found = errors(step, test)
+                print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of the letters of new sound are wrong: "
+                      f"\"{wanted}\" is read as \"{found}\"", flush=True)
+                if share <= limit / 2:
+                    break
 
     steps = {"torch.nn": step_of(theirs), "ecornn": step}
     for how in ("plain", *(["CUDA graphs"] if DEVICE == "cuda" else [])):
         sides = {name: s.graphed(with_loss=False) if how == "CUDA graphs" else s for name, s in steps.items()}
-        rates = {name: [1 / t for t in middle(times)] for name, times in take_turns(sides, seconds).items()}
+        with stage(f"timing, {how}"):
+            times = take_turns(sides, seconds)
+        rates = {name: [1 / t for t in middle(found)] for name, found in times.items()}
         print(f"{how}: " + ", ".join(f"{name} {r[0]:.2f} steps a second [{r[2]:.2f}, {r[1]:.2f}]"
                                      for name, r in rates.items())
               + f", {rates['ecornn'][0] / rates['torch.nn'][0]:.2f} times as fast")

@@ -1,4 +1,4 @@
-"""A sequence to sequence model with attention that learns to read dates, and where its memory goes."""
+"""Trains a sequence to sequence model with attention to read dates; prints the memory that each layer keeps."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ import click
 # PyTorch after that, which says how its threads wait
 # isort: split
 import torch
+from stages import stage
 from torch import nn
 from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
 import ecornn.torch
 
-HELP = f"""Trains an encoder in both directions and a decoder with additive attention (Bahdanau et al. 2015, arXiv
-1409.0473) by compiled layers. It reads lines of dates, written in many ways, and writes them as 1984-03-27.
+HELP = f"""Trains a bidirectional encoder and a decoder with additive attention (Bahdanau et al. 2015, arXiv 1409.0473)
+with compiled layers. The model reads lines of dates, written in many ways, and writes them as 1984-03-27.
 
 \b
     pip install ".[examples]"    # in the checkout
     python examples/07_attention.py
     python examples/07_attention.py --hidden 512 --dates 4 --batch 64   # the real size, as on a GPU
 
-Prints which layer keeps how much memory for the backward pass, as Echo does (Zheng et al. 2018, arXiv 1805.08899): of
-torch.nn's layers and of compiled ones. Attention keeps a value for each unit and pair of steps, on both sides. On a GPU
-also the peak of a step. Then the time of a step of both, in turns; on a GPU in bfloat16 by autocast, plain and as a
-CUDA graph. Exits with 1 where fewer than --limit of new dates are right, or where a compiled layer keeps more than
-torch.nn's. Defaults are for {DEVICE}.
+The program prints the memory that each layer keeps for the backward pass, as Echo does (Zheng et al. 2018, arXiv
+1805.08899), for torch.nn's layers and for compiled ones; on a GPU also the peak of a step. Attention keeps a value for
+each unit and pair of steps in both models. Then it times a step of both, interleaved; on a GPU in bfloat16 by autocast,
+plain and as a CUDA graph. It exits with 1 if fewer than --limit of new dates are right, or if a compiled layer keeps
+more than torch.nn's. The defaults are for {DEVICE}; on a CPU they take three minutes at most.
 """
 SIZES = {"cuda": {"hidden": 512, "dates": 4, "batch": 64, "updates": 1500, "rate": 5e-4},
          "cpu": {"hidden": 48, "dates": 1, "batch": 32, "updates": 500, "rate": 5e-3}}
 DEFAULT = SIZES[DEVICE]
 LETTERS = " ,-./0123456789" + "".join(sorted({*"".join([*calendar.month_name, *calendar.day_name])}))  # 0 pads
 CENTURIES = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
-LONGEST, WRITTEN = 29, 11  # letters of a date and a space behind it: read, and written
+LONGEST, WRITTEN = 29, 11  # letters of a date and the space after it: those that are read, and those that are written
 STYLES = ("{d} {month} {y}", "{month} {d}, {y}", "{weekday}, {d} {month} {y}", "{d}.{m}.{y}", "{m:02}/{d:02}/{y}",
           "{short} {d} {y}", "{d}-{short}-{y}")
 START = LETTERS.index("/")  # the letter that the decoder is given first
 
 
 class Attention(nn.Module):
-    """For each decoder state (B, S, H) a mean of the memory (B, T, 2H), weighted by ``v tanh(U state + W memory)``."""
+    """Maps each decoder state (B, S, H) to a mean of the memory (B, T, 2H), weighted by v tanh(U state + W memory)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Attention(nn.Module):
 
 
 class Reader(nn.Module):
-    """Letters (B, T) and those written so far (B, S) to scores of the next ones (B, S, letters)."""
+    """Maps letters (B, T) and those written so far (B, S) to scores of the next ones (B, S, letters)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -69,16 +70,16 @@ class Reader(nn.Module):
         self.scores = nn.Linear(3 * hidden, len(LETTERS))
 
     def forward(self, text: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
-        memory, state = self.encoder(self.letters(text))  # both directions' last states start the decoder's layers
+        memory, state = self.encoder(self.letters(text))  # the decoder's layers start from both directions' last states
         return self.write(written, memory, state)[0]
 
     def write(self, written: torch.Tensor, memory: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple:
-        """Scores, and the decoder's states."""
+        """Scores of the next letters, and the decoder's states."""
         y, state = self.decoder(self.letters(written), state)
         return self.scores(torch.cat([y, self.attention(y, memory)], 2)), state
 
     def read(self, text: torch.Tensor, length: int) -> torch.Tensor:
-        """The likeliest letters (B, length), one after the other."""
+        """The most likely letters (B, length), one after the other."""
         memory, state = self.encoder(self.letters(text))
         found = [torch.full_like(text[:, :1], START)]
         for _ in range(length):
@@ -97,7 +98,7 @@ def numbers(text: str, length: int) -> list[int]:
 
 
 def batch_of(batch: int, dates: int, source: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lines of dates (B, T), and the same as year-month-day (B, S)."""
+    """Lines of dates (B, T), and the same dates as year-month-day (B, S)."""
     read, written = [], []
     for _ in range(batch):
         days = [datetime.date.fromordinal(source.randint(*CENTURIES)) for _ in range(dates)]
@@ -107,7 +108,7 @@ def batch_of(batch: int, dates: int, source: random.Random) -> tuple[torch.Tenso
 
 
 def given(text: torch.Tensor, wanted: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a step takes: the decoder is given each letter that it should have written before."""
+    """The inputs and targets of a step: the decoder reads each letter that it should have written before."""
     return [text, torch.cat([torch.full_like(wanted[:, :1], START), wanted[:, :-1]], 1)], [wanted]
 
 
@@ -116,7 +117,7 @@ def cross_entropy(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def table(steps: Mapping[str, Step]) -> dict[str, dict[str, int]]:
-    """Bytes by layer of each side, printed with their sum, and with the peak of a step on a GPU."""
+    """Bytes that each layer of each model keeps. Prints them with their sum, and with the peak of a step on a GPU."""
     found = {name: memory_by_layer(step.model, step.forward) for name, step in steps.items()}
     print("kept for the backward pass, MiB\n              " + "".join(f"{name:>12}" for name in found))
     rows = {layer or "others": [sizes[layer] for sizes in found.values()] for layer in next(iter(found.values()))}
@@ -129,13 +130,13 @@ def table(steps: Mapping[str, Step]) -> dict[str, dict[str, int]]:
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--hidden", default=DEFAULT["hidden"], help="Units of a layer and direction.")
-@click.option("--dates", default=DEFAULT["dates"], help=f"In a line: T is {LONGEST} times as many.")
-@click.option("--batch", default=DEFAULT["batch"], help="Lines of a batch, B.")
-@click.option("--updates", default=DEFAULT["updates"], help="Training steps, at most.")
+@click.option("--hidden", default=DEFAULT["hidden"], help="Units of each layer and direction.")
+@click.option("--dates", default=DEFAULT["dates"], help=f"Dates in a line; T is {LONGEST} times as many.")
+@click.option("--batch", default=DEFAULT["batch"], help="Lines in a batch, B.")
+@click.option("--updates", default=DEFAULT["updates"], help="The most training steps.")
 @click.option("--rate", default=DEFAULT["rate"], help="Learning rate.")
-@click.option("--limit", default=0.9, help="Share of new dates that must be right; training ends half way to 1.")
-@click.option("--seconds", default=3.0, help="How long to time.")
+@click.option("--limit", default=0.9, help="The share of new dates that must be right; training ends half way to 1.")
+@click.option("--seconds", default=3.0, help="Seconds to time.")
 def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: float, seconds: float) -> None:
     torch.manual_seed(0)
     source, other = random.Random(0), random.Random(1)
@@ -147,28 +148,32 @@ def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: 
              for name, model in (("torch.nn", theirs), ("ecornn", ours))}
     step = steps["ecornn"]
     share = 0.0
-    for number in range(1, updates + 1):
-        step.load(*given(*batch_of(batch, dates, source)))
-        step()
-        if number % 50 == 0 or number == updates:
-            with torch.no_grad(), step.autocast():
-                found = ours.read(test[0], test[1].shape[1])
-            share = (found == test[1]).view(len(found) * dates, WRITTEN).all(1).float().mean().item()
-            line, text = ("".join(LETTERS[n] for n in row[0].tolist()).strip() for row in (test[0], found))
-            print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of new dates are right: "
-                  f"\"{line}\" is written \"{text}\"", flush=True)
-            if share >= (1 + limit) / 2:
-                break
+    with stage("compiling and training"):
+        for number in range(1, updates + 1):
+            step.load(*given(*batch_of(batch, dates, source)))
+            step()
+            if number % 50 == 0 or number == updates:
+                with torch.no_grad(), step.autocast():
+                    found = ours.read(test[0], test[1].shape[1])
+                share = (found == test[1]).view(len(found) * dates, WRITTEN).all(1).float().mean().item()
+                line, text = ("".join(LETTERS[n] for n in row[0].tolist()).strip() for row in (test[0], found))
+                print(f"step {number}: loss {step.loss:.3f}, {share:.1%} of new dates are right: "
+                      f"\"{line}\" is written \"{text}\"", flush=True)
+                if share >= (1 + limit) / 2:
+                    break
 
-    kept = table(steps)
+    with stage("measuring memory"):
+        kept = table(steps)
     for how in ("plain", *(["CUDA graph"] if DEVICE == "cuda" else [])):
         sides = {name: s.graphed() if how == "CUDA graph" else s for name, s in steps.items()}
-        times = {name: [1e3 * t for t in middle(found)] for name, found in take_turns(sides, seconds).items()}
+        with stage(f"timing, {how}"):
+            taken = take_turns(sides, seconds)
+        times = {name: [1e3 * t for t in middle(found)] for name, found in taken.items()}
         print(f"{how}: " + ", ".join(f"{name} {t[0]:.2f} ms a step [{t[1]:.2f}, {t[2]:.2f}]"
                                      for name, t in times.items())
               + f", {times['torch.nn'][0] / times['ecornn'][0]:.2f} times as fast")
     if not share >= limit:
-        sys.exit(f"{share:.1%} of the dates are right, of {limit:.1%}")
+        sys.exit(f"{share:.1%} of the dates are right, fewer than {limit:.1%}")
     if not all(kept["ecornn"][layer] <= kept["torch.nn"][layer] for layer in ("encoder", "decoder")):
         sys.exit("compiled layers keep more than torch.nn's")
 

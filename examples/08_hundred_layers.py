@@ -1,4 +1,4 @@
-"""A hundred recurrent layers, each added to what it reads, trained on one device: memory and time of a step."""
+"""Trains a hundred recurrent layers with residual connections on one device: memory and time of a step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import click
 # isort: split
 import torch
 from python_text import in_columns, numbered, reference
+from stages import stage
 from torch import nn
 from training_steps import DEVICE, Step, memory_by_layer, middle, peak, take_turns
 
 import ecornn.torch
 
 HELP = f"""Trains a residual network of a hundred recurrent layers on one device, with a small batch, as Persistent RNNs
-(Diamos et al. 2016) made possible: "models with over 100 layers". It reads Python's language reference letter by letter
-and says which one comes next. All layers have one compiled module, each its own weights.
+(Diamos et al. 2016) made possible: "models with over 100 layers". The model reads Python's language reference and
+predicts the next letter. All layers share one compiled module; each has its own weights.
 
 \b
     pip install ".[examples]"    # in the checkout
     python examples/08_hundred_layers.py
     python examples/08_hundred_layers.py --hidden 1152 --steps 256 --batch 4   # the real size, as on a GPU
 
-Then memory and time of a step, with torch.nn's layers in turns; on a GPU in bfloat16 by autocast, plain and as a CUDA
-graph. Exits with 1 where the loss does not fall below that of a model that knows how frequent letters are, by --limit.
-Defaults are for {DEVICE}.
+Then it measures memory and time of a step, of compiled layers and of torch.nn's, interleaved; on a GPU in bfloat16 by
+autocast, plain and as a CUDA graph. It exits with 1 if the loss is not --limit below that of a model that knows only
+the frequencies of letters. The defaults are for {DEVICE}; on a CPU they take three minutes at most.
 """
 SIZES = {"cuda": {"hidden": 1152, "steps": 256, "batch": 4, "updates": 400, "rate": 3e-4},
          "cpu": {"hidden": 32, "steps": 24, "batch": 8, "updates": 100, "rate": 3e-3}}
@@ -35,7 +36,7 @@ DEFAULT = SIZES[DEVICE]
 
 
 class Residual(nn.Module):
-    """``x + RNN(norm(x))`` for x (T, B, H)."""
+    """Computes ``x + RNN(norm(x))`` for x (T, B, H)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Residual(nn.Module):
 
 
 class Deep(nn.Module):
-    """Letters (T, B) to scores of the next ones (T, B, letters)."""
+    """Maps letters (T, B) to scores of the next ones (T, B, letters)."""
 
     def __init__(self, letters: int, hidden: int, layers: int) -> None:
         super().__init__()
@@ -60,19 +61,19 @@ class Deep(nn.Module):
 
 
 def cross_entropy(scores: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Nats a letter."""
+    """The loss in nats a letter."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--layers", default=100, help="Recurrent layers.")
 @click.option("--hidden", default=DEFAULT["hidden"], help="Units of a layer.")
-@click.option("--steps", default=DEFAULT["steps"], help="Letters of a row of a batch, T.")
-@click.option("--batch", default=DEFAULT["batch"], help="Rows of a batch, B.")
+@click.option("--steps", default=DEFAULT["steps"], help="Letters in each row of a batch, T.")
+@click.option("--batch", default=DEFAULT["batch"], help="Rows in a batch, B.")
 @click.option("--updates", type=click.IntRange(min=20), default=DEFAULT["updates"], help="Training steps.")
 @click.option("--rate", default=DEFAULT["rate"], help="Learning rate.")
-@click.option("--limit", default=0.3, help="Nats that the loss must be below that of a model of frequencies.")
-@click.option("--seconds", default=3.0, help="How long to time.")
+@click.option("--limit", default=0.3, help="Nats by which the loss must be below that of a model of frequencies.")
+@click.option("--seconds", default=3.0, help="Seconds to time.")
 def main(layers: int, hidden: int, steps: int, batch: int, updates: int, rate: float, limit: float,
          seconds: float) -> None:
     torch.manual_seed(0)
@@ -80,7 +81,7 @@ def main(layers: int, hidden: int, steps: int, batch: int, updates: int, rate: f
     shares = torch.bincount(tokens).double() / len(tokens)
     by_frequency = -(shares * shares.log()).nansum().item()
     columns = in_columns(tokens, batch).to(DEVICE)
-    # from anywhere, so that no two batches are alike
+    # each batch starts at a random place, so that no two are alike
     starts = torch.randint(len(columns) - steps - 1, (updates,)).tolist()
     theirs = Deep(len(names), hidden, layers).to(DEVICE)
     ours = copy.deepcopy(theirs)
@@ -93,21 +94,25 @@ def main(layers: int, hidden: int, steps: int, batch: int, updates: int, rate: f
     sides = {name: Step(model, cross_entropy, *batch_at(0), rate)
              for name, model in (("torch.nn", theirs), ("ecornn", ours))}
     losses = []
-    for number, first in enumerate(starts, 1):
-        sides["ecornn"].load(*batch_at(first))
-        losses.append(sides["ecornn"]().item())
-        if number % (updates // 10) == 0:
-            mean = sum(losses[-updates // 10:]) / len(losses[-updates // 10:])
-            print(f"step {number}: loss {mean:.3f} nats a letter", flush=True)
+    with stage("compiling and training"):
+        for number, first in enumerate(starts, 1):
+            sides["ecornn"].load(*batch_at(first))
+            losses.append(sides["ecornn"]().item())
+            if number % (updates // 10) == 0:
+                mean = sum(losses[-updates // 10:]) / len(losses[-updates // 10:])
+                print(f"step {number}: loss {mean:.3f} nats a letter", flush=True)
 
     for name, step in sides.items():
-        sizes = memory_by_layer(step.model, step.forward)
+        with stage(f"measuring memory of {name}"):
+            sizes = memory_by_layer(step.model, step.forward)
         each, together = sizes["layers"] / layers / 2**20, sum(sizes.values()) / 2**20
-        print(f"{name}: {each:.3f} MiB are kept for a layer, {together:.1f} in all"
-              + (f"; a step takes {peak(step) / 2**20:.1f} at most" if DEVICE == "cuda" else ""))
+        print(f"{name}: keeps {each:.3f} MiB for each layer, {together:.1f} in all"
+              + (f"; the peak of a step is {peak(step) / 2**20:.1f}" if DEVICE == "cuda" else ""))
     for how in ("plain", *(["CUDA graph"] if DEVICE == "cuda" else [])):
         runs = {name: s.graphed() if how == "CUDA graph" else s for name, s in sides.items()}
-        times = {name: [1e3 * t for t in middle(found)] for name, found in take_turns(runs, seconds).items()}
+        with stage(f"timing, {how}"):
+            taken = take_turns(runs, seconds)
+        times = {name: [1e3 * t for t in middle(found)] for name, found in taken.items()}
         print(f"{how}: " + ", ".join(f"{name} {t[0]:.1f} ms a step [{t[1]:.1f}, {t[2]:.1f}]"
                                      for name, t in times.items())
               + f", {times['torch.nn'][0] / times['ecornn'][0]:.2f} times as fast")

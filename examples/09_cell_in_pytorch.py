@@ -3,8 +3,9 @@
     pip install ".[examples]"    # in the checkout
     python examples/09_cell_in_pytorch.py [--steps 20]
 
-The minimal gated unit of Zhou et al. 2016 with layer normalization, as somebody may have it in a file of their own:
-`forward` is one step. Exits with 1 where outputs or gradients differ from those of the loop, or nothing is learnt.
+The step is the minimal gated unit of Zhou et al. 2016 with layer normalization, a module whose `forward` is one step.
+The program exits with 1 if outputs or gradients differ from those of the loop, or if the layer learns nothing. On a CPU
+it takes two minutes at most.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from stages import stage
 from torch import nn
 
 import ecornn.torch
@@ -23,7 +25,7 @@ T, B, I, H = 60, 16, 32, 96
 
 
 class MinimalGatedUnit(nn.Module):
-    """One step; nothing in it knows of ecornn."""
+    """One step, written without ecornn."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class MinimalGatedUnit(nn.Module):
 
 
 def loop(step: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """y (T, B, H) as PyTorch has it: a call of the module for each step."""
+    """y (T, B, H) in PyTorch: one call of the module for each step."""
     h, y = x.new_zeros(x.shape[1], H), []
     for row in x:
         h = step(row, h)
@@ -50,7 +52,7 @@ def loop(step: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(forward: Callable[[], torch.Tensor], parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Of the mean square of y."""
+    """The gradients of the mean square of y."""
     return list(torch.autograd.grad(forward().square().mean(), parameters))
 
 
@@ -70,11 +72,12 @@ def seconds(run: Callable[[], object]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="of training [20]")
+    parser.add_argument("--steps", type=int, default=20, help="training steps [20]")
     torch.manual_seed(0)
     step, x = MinimalGatedUnit(I, H), torch.randn(T, B, I)
 
-    cell = ecornn.torch.cell(step)
+    with stage("tracing the step and comparing it with the module"):
+        cell = ecornn.torch.cell(step)
     layer = ecornn.torch.Recurrent(cell, I, H)  # with parameters of its own, named as the cell's
     with torch.no_grad():
         for name, value in cell.weights().items():
@@ -82,26 +85,29 @@ def main() -> int:
     names = {name: f"{name.replace('.', '_')}_l0" for name, _ in step.named_parameters()}
     ours = [layer.get_parameter(names[name]) for name, _ in step.named_parameters()]
 
-    off = error(layer(x)[0], loop(step, x))
-    theirs = gradients(lambda: loop(step, x), list(step.parameters()))
-    of_gradients = max(error(a.reshape(b.shape), b)
-                       for a, b in zip(gradients(lambda: layer(x)[0], ours), theirs, strict=True))
+    with stage("compiling and first calls"):
+        off = error(layer(x)[0], loop(step, x))
+        theirs = gradients(lambda: loop(step, x), list(step.parameters()))
+        of_gradients = max(error(a.reshape(b.shape), b)
+                           for a, b in zip(gradients(lambda: layer(x)[0], ours), theirs, strict=True))
     print(f"y differs from the loop by {off:.1e}, gradients by {of_gradients:.1e}")
-    there = seconds(lambda: gradients(lambda: loop(step, x), list(step.parameters())))
-    here = seconds(lambda: gradients(lambda: layer(x)[0], ours))
+    with stage("timing"):
+        there = seconds(lambda: gradients(lambda: loop(step, x), list(step.parameters())))
+        here = seconds(lambda: gradients(lambda: layer(x)[0], ours))
     print(f"forward and backward: the loop {there * 1e3:.1f} ms, compiled {here * 1e3:.1f} ms, "
           f"{there / here:.1f} times as fast")
 
-    target = torch.roll(x[..., :1], 3, 0)  # what x had three steps ago
+    target = torch.roll(x[..., :1], 3, 0)  # the value of x three steps before
     read = nn.Linear(H, 1)
     optimizer = torch.optim.Adam([*layer.parameters(), *read.parameters()], 1e-2)
     losses = []
-    for _ in range(parser.parse_args().steps):
-        loss = (read(layer(x)[0]) - target)[3:].square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    with stage("training"):
+        for _ in range(parser.parse_args().steps):
+            loss = (read(layer(x)[0]) - target)[3:].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     return int(not (off < 1e-5 and of_gradients < 1e-4 and losses[-1] < losses[0]))
 

@@ -1,4 +1,4 @@
-"""Clients of 12_serving.py, all in one process: each session sends a step, waits for the answer, and sends the next."""
+"""Clients of 12_serving.py, all in one process: each sends a step of its session, waits for the answer, and repeats."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
-@dataclass(repr=False)  # asyncio.run() makes a text of what is returned, at its end
+@dataclass(repr=False)  # asyncio.run() makes a text of its result, which would take long
 class Load:
-    """What clients saw: seconds of requests, requests a second, the steps of one session."""
+    """Measurements of the clients: seconds of requests, requests a second, and the steps of one session."""
 
     seconds: list[float] = field(default_factory=list)
     rate: float = 0.0
@@ -21,19 +21,19 @@ class Load:
 
 
 class Client:
-    """One session, over a connection of its own; one that ``keeps`` notes what was sent and what came."""
+    """One session with its own connection; if it ``keeps``, it stores its inputs and the answers."""
 
     def __init__(self, port: int, name: str, input: int, found: Load, keeps: bool) -> None:
         self._port, self._name, self._input, self._found, self._keeps = port, name, input, found, keeps
         self._draw = np.random.default_rng(zlib.crc32(name.encode()))
 
     async def begin(self) -> None:
-        """Connects, and makes the first step, from zeros."""
+        """Connects and sends the first step, which starts from zeros."""
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
         await self._step()
 
     async def go_on(self, until: float) -> None:
-        """One step after the other."""
+        """Sends one step after the other."""
         while (begin := time.perf_counter()) < until:
             await self._step()
             self._found.seconds.append(time.perf_counter() - begin)
@@ -62,7 +62,7 @@ class Client:
 
 
 async def load(port: int, sessions: int, input: int, seconds: float) -> Load:
-    """So many sessions for so long from when all of them are there; the steps of the first are kept."""
+    """Runs all sessions for some ``seconds`` after all of them have begun; the first one keeps its steps."""
     found = Load()
     clients = [Client(port, f"s{n}", input, found, not n) for n in range(sessions)]
     await asyncio.gather(*(one.begin() for one in clients))

@@ -4,7 +4,7 @@
     python examples/train_digits.py
 
 The images are scikit-learn's handwritten digits (1797 of 8 x 8 pixels, values 0 to 16); each is a
-sequence of its rows. A quarter is kept aside for testing. Takes under a minute on a CPU.
+sequence of its rows. A quarter is kept for testing. On a CPU it takes a minute at most.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
+from stages import stage
 
 HIDDEN, EPOCHS, BATCH, SEED = 64, 120, 64, 0
 OUT = Path(__file__).with_name("digits_lstm.safetensors")
@@ -38,14 +39,15 @@ def main() -> None:
     optimiser = torch.optim.AdamW(weights, lr=5e-3, weight_decay=1e-2)
     steps = EPOCHS * -(-len(train) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 5e-3, total_steps=steps)
-    for _ in range(EPOCHS):
-        for batch in train[torch.randperm(len(train))].split(BATCH):
-            noisy = images[:, batch] + 0.1 * torch.randn(8, len(batch), 8)
-            loss = torch.nn.functional.cross_entropy(logits(lstm, classifier, noisy), labels[batch])
-            optimiser.zero_grad()
-            loss.backward()
-            optimiser.step()
-            schedule.step()
+    with stage(f"training for {EPOCHS} epochs"):
+        for _ in range(EPOCHS):
+            for batch in train[torch.randperm(len(train))].split(BATCH):
+                noisy = images[:, batch] + 0.1 * torch.randn(8, len(batch), 8)
+                loss = torch.nn.functional.cross_entropy(logits(lstm, classifier, noisy), labels[batch])
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                schedule.step()
 
     with torch.no_grad():
         scores = logits(lstm, classifier, images[:, test])
@@ -53,7 +55,7 @@ def main() -> None:
     print(f"test accuracy {accuracy:.2%} of {len(test)} images")
     tensors = {name: value.detach().contiguous() for name, value in lstm.named_parameters()}
     tensors |= {f"classifier.{name}": value.detach() for name, value in classifier.named_parameters()}
-    # What PyTorch says of the test images, for a check where PyTorch is not installed.
+    # PyTorch's scores of the test images, for a check without PyTorch
     tensors |= {"test.index": test, "test.logits": scores}
     save_file(tensors, OUT, metadata={"data": "sklearn.datasets.load_digits", "torch": torch.__version__})
 

@@ -1,4 +1,4 @@
-"""What the examples of training share: a training step, plain or as a CUDA graph, and how two are timed and sized."""
+"""Shared by the examples of training: a training step, plain or as a CUDA graph, with its time and its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTOCAST = torch.bfloat16 if DEVICE == "cuda" else None  # on CPUs compiled layers are for float32
-Criterion = Callable[..., torch.Tensor]  # of what the model gives, and the targets
+Criterion = Callable[..., torch.Tensor]  # (model's output, *targets) -> loss
 
 
 class Step:
@@ -20,14 +20,14 @@ class Step:
     Parameters
     ----------
     criterion : (model's output, *targets) -> loss
-    inputs, targets : of the model and the criterion; copied into buffers that stay, which :meth:`load` fills again
-    rate : of Adam
+    inputs, targets : of the model and the criterion; they are copied into buffers, which :meth:`load` fills again
+    rate : learning rate of Adam
     clip : the largest norm of all gradients together
     kind : data type of ``torch.autocast``, or None for float32
 
     Attributes
     ----------
-    loss : of the last step, 0-dimensional
+    loss : the loss of the last step, 0-dimensional
     """
 
     def __init__(self, model: nn.Module, criterion: Criterion, inputs: Sequence[torch.Tensor],
@@ -38,13 +38,13 @@ class Step:
         self.optimizer = torch.optim.Adam(model.parameters(), rate, fused=True, capturable=self.inputs[0].is_cuda)
 
     def load(self, inputs: Iterable[torch.Tensor], targets: Iterable[torch.Tensor]) -> None:
-        """Another batch."""
+        """Copies another batch into the buffers."""
         for buffer, value in zip([*self.inputs, *self.targets], [*inputs, *targets], strict=True):
             buffer.copy_(value)
 
     def autocast(self) -> torch.autocast:
         """The context in which the model and its loss compute."""
-        # without its cache weights are cast in each step, also in those of a graph
+        # without its cache, weights are cast in each step, also in each replay of a graph
         return torch.autocast(self.inputs[0].device.type, self.kind, self.kind is not None, cache_enabled=False)
 
     def forward(self) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Step:
         output.backward(gradient)
 
     def gradients(self) -> None:
-        """All but the update: the loss, and the gradients of all parameters."""
+        """Computes the loss and the gradients of all parameters, without the update."""
         output = self.forward()
         self.backward(output, self.judge(output))
 
@@ -78,7 +78,7 @@ class Step:
         return self.loss
 
     def graphed(self, with_loss: bool = True) -> Callable[[], torch.Tensor]:
-        """The step as one CUDA graph, or as two around a loss that cannot be captured. Takes steps, to warm up."""
+        """The step as one CUDA graph, or as two around a loss that cannot be captured. It makes a few steps first."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -105,7 +105,7 @@ class Step:
 
 
 def captured(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of one call, and what that returned: each replay writes there again."""
+    """A CUDA graph of one call, and the call's result, which each replay overwrites."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):
         found = function()
@@ -114,11 +114,11 @@ def captured(function: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.
 
 def take_turns(sides: Mapping[str, Callable[[], object]], seconds: float, together: int = 1,
                fewest: int = 5) -> dict[str, list[float]]:
-    """Seconds of a run, many times for each side, one side after the other; ``together`` runs are timed as one."""
+    """Times of each side in seconds a run; the sides are interleaved, and ``together`` runs are timed as one."""
     wait = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     found: dict[str, list[float]] = {name: [] for name in sides}
     for run in sides.values():
-        run()  # which warms up
+        run()  # warms up
     end, turns = time.perf_counter() + seconds, 0
     while time.perf_counter() < end or turns < fewest:
         turns += 1
@@ -141,10 +141,10 @@ def middle(times: Sequence[float]) -> tuple[float, float, float]:
 
 def memory_by_layer(model: nn.Module, step: Callable[[], torch.Tensor]) -> dict[str, int]:
     """Bytes that each child of a model saves for the backward pass while ``step`` runs forward: the tensors that
-    autograd holds, each once, without the parameters. What the model saves outside of its children has the name ""."""
+    autograd holds, each once, without the parameters. The name "" has the bytes saved outside of all children."""
     found = dict.fromkeys([*(name for name, _ in model.named_children()), ""], 0)
     open_, seen = [""], {p.untyped_storage().data_ptr() for p in model.parameters()}
-    alive = []  # so that no memory is used twice, which would hide what is saved in it
+    alive = []  # if memory were used twice, the second tensor in it would not be counted
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -167,7 +167,7 @@ def memory_by_layer(model: nn.Module, step: Callable[[], torch.Tensor]) -> dict[
 
 
 def peak(step: Callable[[], object]) -> int:
-    """Bytes of a GPU that a step takes at most, besides what is there before it."""
+    """The most bytes of a GPU that a step takes, without those allocated before it."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

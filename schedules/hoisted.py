@@ -148,8 +148,8 @@ def hoisted_of(task: Task, kind: str = "float32") -> Hoisted:
 
 def hoisted_knob() -> Any:
     """Declares the knob ``hoisted`` of schedules that have the choice."""
-    return knob("type of the hoisted input products between kernels; same: the layer's 16 bits, half the bytes, "
-                "rounded as cuDNN does", before="float32")
+    return knob("data type of the hoisted input products between kernels; same: the layer's 16 bits, half the "
+                "bytes, rounded as in cuDNN", before="float32")
 
 
 def hoisted_choices(task: Task) -> tuple[str, ...]:

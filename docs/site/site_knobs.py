@@ -1,4 +1,4 @@
-"""The reference of schedules and their knobs, from what each schedule says of itself."""
+"""Writes the reference of schedules and their knobs, from the docstrings and knobs of the schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 from site_docstrings import markdown
 
-# Layers by which a schedule is asked for its knobs: those that it has for some only are of the first that has them.
+# Example layers. Some schedules have a knob only for some layers; its values are those of the first layer with it.
 ASKED = (("lstm", 800, 20, 300, "float16", "sm_90a"), ("lstm", 1024, 128, 300, "bfloat16", "sm_90a"),
          ("gru", 512, 8, 300, "float32", "sm_80"), ("indrnn", 512, 16, 300, "float16", "sm_90a"),
          ("lstm", 1024, 16, 1, "float16", "sm_90a"), ("gru", 512, 8, 300, "float32", "znver4"),
@@ -32,14 +32,14 @@ def page() -> str:
     """The page as Markdown."""
     from ecornn.schedules import all_schedules
 
-    out = ["# Schedules and knobs\n", "A schedule is a template: one way to run a layer. Its knobs are what a search "
-           "chooses; `ecornn explain` says which schedule a layer gets and why, `--schedule NAME --config KNOB=VALUE` "
-           "sets one by hand, and `ecornn tune` searches all. Values are those of an example layer; what is offered "
-           "depends on cell, sizes, data type and device.\n"]
+    out = ["# Schedules and knobs\n", "A schedule is a template for code that runs a layer. A search chooses the "
+           "values of its knobs. `ecornn explain` says which schedule a layer gets and why, `--schedule NAME --config "
+           "KNOB=VALUE` sets it by hand, and `ecornn tune` searches all schedules. The values below are those of "
+           "example layers; the allowed values depend on cell, sizes, data type and device.\n"]
     for name, schedule in all_schedules().items():
         kind = "CUDA GPUs" if schedule.kind == "cuda" else "CPUs"
         out += [f"## {name}\n", f"For {kind}; revision {schedule.revision}"
-                + ("; carries out backward passes, too" if schedule.backward else "") + ".\n"]
+                + ("; also runs backward passes" if schedule.backward else "") + ".\n"]
         out.append(markdown(inspect.getdoc(type(schedule)) or "") + "\n")
         seen: dict[str, str] = {}
         layers = []
@@ -50,6 +50,6 @@ def page() -> str:
                 for knob in new:
                     seen[knob.name] = f"| `{knob.name}` | {knob.trades} | {', '.join(f'`{v}`' for v in knob.values)} |"
         assert seen, f"no layer of ASKED is served by {name}"
-        out += [f"Of {' and '.join(layers)}:\n", "| knob | what it trades | values |", "|---|---|---|",
+        out += [f"Values for {' and '.join(layers)}:\n", "| knob | meaning and effect | values |", "|---|---|---|",
                 *seen.values(), ""]
     return "\n".join(out)

@@ -9,6 +9,7 @@ import inspect
 import pickle
 import sys
 import threading
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,10 @@ def pickled(cell: Cell) -> str:
 def received(spec: str) -> Cell:
     """The cell of a text of :func:`spec_of` that the process sent which started this one. Nothing else may come here:
     pickles run code, which :func:`load_cell` does not let a text contain."""
-    if not spec.startswith(PICKLED):
-        return load_cell(spec)
-    cell: Cell = pickle.loads(base64.b85decode(spec.removeprefix(PICKLED)))
+    return _unpickled(spec.removeprefix(PICKLED)) if spec.startswith(PICKLED) else load_cell(spec)
+
+
+@lru_cache(maxsize=4)  # a worker gets the same cell with every trial, and tracing a step in PyTorch again takes long
+def _unpickled(text: str) -> Cell:
+    cell: Cell = pickle.loads(base64.b85decode(text))
     return cell

@@ -1,5 +1,7 @@
-"""``ecornn log``: shows, joins, prunes and verifies tuning logs; ``ecornn report``: a page of them. With ``--json``
-results are objects on standard output; what was written, skipped or left out is said on standard error."""
+"""``ecornn log`` shows, merges, prunes and verifies tuning logs; ``ecornn report`` makes a page of them.
+
+With ``--json`` results are objects on standard output. Messages about files, skipped lines and records that are left
+out go to standard error."""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ SHARING = """\b
 Without FILES the commands read your data folder and the logs that ship:
   ecornn log ls                           files, runs, trials
   ecornn log best                         fastest of each layer and device
-  ecornn log verify --sample 4            measure some of them again, here
+  ecornn log verify --sample 4            measure some of them again on this machine
 Sharing:
   ecornn log export -o mine.jsonl         your own records
-  ecornn log import theirs.jsonl          into your folder, for look-up
+  ecornn log import theirs.jsonl          into your folder, for compilations
   ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
 With a repository of logs:
   ecornn log pull https://example.org/team/logs.git
@@ -38,12 +40,12 @@ With a repository of logs:
 VERIFYING = """\b
 Examples:
   ecornn log verify                          8 records of this device
-  ecornn log verify mine.jsonl --sample 30   more of a log of one's own
+  ecornn log verify mine.jsonl --sample 30   more records of one log
   ecornn log verify --target cpu --json
 """
 ROWS = 16  # of the table of `ecornn log best`
-MAKE = "make some with: ecornn tune --cell lstm --hidden 800"
-NONE = f"no records; {MAKE}"
+MAKE = "to make some, run: ecornn tune --cell lstm --hidden 800"
+NONE = f"there are no records; {MAKE}"
 
 
 @click.group(cls=Commands, epilog=SHARING)
@@ -58,14 +60,14 @@ NEW = click.option("-o", "--output", required=True, type=PATH, metavar="LOG.json
 
 
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
-    """The files' content, or every log's; problems go to stderr. ``strict`` refuses a file with text, but no record."""
+    """The records of the files, or of all logs; problems go to stderr. ``strict`` rejects a file without any record."""
     from ecornn.tune.log import Log, read, read_all
 
     content = Log() if files else read_all()
     for path in files:
         one = read(path)
         if strict and one.problems and not one.lines and not one.newer:
-            raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
+            raise RecordError(f"{path} is not a tuning log: {one.problems[0]}")
         content.extend(one)
     for problem in content.problems:
         click.echo(f"skipped {problem}", err=True)
@@ -101,10 +103,10 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
 
 @log.command()
 @FILES
-@click.option("--all", "whole", is_flag=True, help="All of them, with configuration and place. So does --json.")
+@click.option("--all", "whole", is_flag=True, help="Print all, with configuration, file and line. So does --json.")
 @with_json
 def best(files: tuple[Path, ...], whole: bool, json: bool) -> None:
-    """Prints the fastest trial of each workload and device: a table of the latest ones.
+    """Prints the fastest trial of each workload and device, in a table of the latest ones.
 
     Without FILES your own records come before those that ship."""
     lines = fastest(collect(files, strict=True))
@@ -120,7 +122,7 @@ def best(files: tuple[Path, ...], whole: bool, json: bool) -> None:
         for row in rows:
             click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
         if len(lines) > ROWS:
-            click.echo(f"{len(lines) - ROWS} more: --all", err=True)
+            click.echo(f"there are {len(lines) - ROWS} more; --all prints them", err=True)
     else:
         click.echo(NONE, err=True)
 
@@ -151,9 +153,9 @@ def text_of(line: TrialLine) -> str:
 @FILES
 @with_json
 def stats(files: tuple[Path, ...], json: bool) -> None:
-    """Counts by device: workloads, trials, failures and their reasons, stale and noisy records.
+    """Prints counts for each device: workloads, trials, failures and their reasons, stale and noisy records.
 
-    And how much faster than the untuned default the best of each workload is."""
+    It also prints how many times as fast as the untuned default the best configurations are."""
     counted = counts(collect(files, strict=True))
     if json:
         as_json(counted)
@@ -166,8 +168,8 @@ def stats(files: tuple[Path, ...], json: bool) -> None:
         for reason, count in list(one["failures"].items())[:5]:
             click.echo(f"  {count} failed: {reason}")
         if gains := one["gains"]:
-            click.echo(f"  best against untuned default: {gains['median']:.2f}x in the median of {gains['runs']} "
-                       f"runs, {gains['least']:.2f}x to {gains['most']:.2f}x")
+            click.echo(f"  the best is {gains['median']:.2f} times as fast as the untuned default in the median of "
+                       f"{gains['runs']} runs, {gains['least']:.2f} to {gains['most']:.2f} times in all")
         if one["seconds"]:
             click.echo(f"  {one['seconds']:.0f} s of tuning in {one['finished']} finished runs")
     if not counted:
@@ -204,12 +206,12 @@ def merged(lines: Iterable[Line]) -> Merged:
 
     union = merge(lines)
     for conflict in union.conflicts:
-        click.echo(f"kept out {conflict}", err=True)
+        click.echo(f"left out {conflict}", err=True)
     return union
 
 
 def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
-    """Writes a new log, with these lines of a newer ecornn as they are, and returns the result for programs."""
+    """Writes a new log, with lines of a ``newer`` ecornn unchanged, and returns the result for programs."""
     from ecornn.tune.log import rewrite
 
     if output.exists():
@@ -222,18 +224,18 @@ def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str,
 
     rewrite(output, filled)
     click.echo(f"wrote {len(union.lines)} records to {output}"
-               + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread), err=True)
+               + f", and {len(unread)} lines of a newer ecornn unchanged" * bool(unread), err=True)
     return {"file": str(output), "records": len(union.lines), "newer": len(unread),
             "kept_out": [*map(str, union.conflicts)]}
 
 
 def tell(there: Log) -> None:
-    """Says which lines of a file that is written again cannot be read."""
+    """Prints which lines cannot be read of a file that is written again."""
     for problem in there.problems:
-        click.echo(f"not read {problem}", err=True)
+        click.echo(f"skipped {problem}", err=True)
     if there.problems:
-        click.echo(f"{len(there.problems) - len(there.newer)} damaged lines are dropped, {len(there.newer)} of a newer "
-                   "ecornn stay", err=True)
+        click.echo(f"the file loses damaged lines ({len(there.problems) - len(there.newer)}) and keeps those of a "
+                   f"newer ecornn ({len(there.newer)})", err=True)
 
 
 @log.command(name="merge")
@@ -241,10 +243,10 @@ def tell(there: Log) -> None:
 @NEW
 @with_json
 def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
-    """Makes one log of several: their union, the same whatever their order.
+    """Merges several logs into one. Their order does not matter.
 
-    Equal records count once. Of records that contradict each other the one that promises less is
-    kept; those, and damaged lines, are reported with file and line and kept out."""
+    Equal records count once. If two records contradict each other, the less favourable one is kept. The other one, and
+    damaged lines, are left out and reported with file and line."""
     written = write(output, merged(collect(files, strict=True).lines))
     if json:
         as_json(written)
@@ -253,15 +255,16 @@ def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
 @log.command()
 @GIVEN
 @click.option("--keep", type=click.IntRange(min=1), default=16, show_default=True,
-              help="Configurations of each workload and device, the fastest ones.")
+              help="The number of the fastest configurations to keep for each workload and device.")
 @click.option("-o", "--output", type=PATH, metavar="LOG.jsonl",
               help="File to write; must not exist.  [default: each file in place]")
 @with_json
 def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -> None:
-    """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
+    """Drops records that compilations do not need: failures, slow configurations, and stale records of configurations
+    that also have current ones.
 
-    Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
-    stay."""
+    It keeps all records of runs that are not finished, so that they can continue. It drops damaged lines and keeps
+    lines of a newer ecornn."""
     from ecornn.schedules import revisions
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import worth_keeping
@@ -278,7 +281,7 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
         def selected(there: Log, path: Path = path) -> list[AnyRecord]:
             tell(there)
             staying = worth_keeping(there.lines, revisions(), keep)
-            click.echo(f"{path}: {len(staying)} of {len(there.lines)} records kept", err=True)
+            click.echo(f"{path}: kept {len(staying)} of {len(there.lines)} records", err=True)
             written.append({"file": str(path), "records": len(staying), "newer": len(there.newer), "kept_out": [],
                             "before": len(there.lines)})
             return [line.record for line in staying]
@@ -291,18 +294,20 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
 @log.command(epilog=VERIFYING)
 @FILES
 @click.option("--sample", "count", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Records to measure again, drawn at random from the best of each workload.")
+              help="The number of records to measure again, drawn at random from the best of each workload.")
 @click.option("--tolerance", type=click.FloatRange(min=0), default=10.0, show_default=True,
-              help="Percent that a time may have drifted.")
+              help="The largest drift of a time that is accepted, in percent.")
 @click.option("--target", metavar="cuda|cpu", help="Device.  [default: cuda if there is a GPU, else cpu]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draw and the data.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
+              help="Seed of the sample and of the data.")
 @with_json
 @safe_interrupts(*ENDING)
 def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | None, seed: int, json: bool) -> None:
-    """Builds and measures a sample of records again, on this device, and reports drift.
+    """Builds and measures a sample of records again on this device, and reports how much their times have drifted.
 
-    Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
-    revisions of their schedule and of cells that are not built in or have options are left out, and counted."""
+    The exit code is 1 if a record failed or drifted by more than the tolerance. The sample has no records of other
+    devices, of other revisions of their schedule, and of cells that are not built in or have options; the command
+    prints how many there are."""
     from ecornn.tune import selection
     from ecornn.tune.session import Session
 
@@ -312,7 +317,7 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
         device = session.device
         drawn, left = selection.sample(fastest(content), device, count, seed)
         for reason, number in left.items():
-            click.echo(f"{number} left out, {reason}", err=True)
+            click.echo(f"left out {number} {reason}", err=True)
         for check in selection.verify(drawn, session):
             told(f"measured {len(checks) + 1}/{len(drawn)}")
             line, outcome = check.line, check.outcome
@@ -325,11 +330,11 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     if json:
         as_json({"device": device.name, "tolerance_percent": tolerance, "left_out": left, "checks": checks})
     elif not checks:
-        click.echo(f"nothing to measure again on {device.name}", err=True)
+        click.echo(f"there are no records to measure again on {device.name}", err=True)
     else:
         drifts = [check["drift"] for check in checks if check["drift"] is not None]
         middle = f", median drift {100 * (median(drifts) - 1):+.1f}%" if drifts else ""
-        click.echo(f"{good} of {len(checks)} hold within {tolerance:g}%{middle}")
+        click.echo(f"{good} of {len(checks)} times hold within {tolerance:g}%{middle}")
     if good < len(checks):
         raise SystemExit(1)
 
@@ -345,28 +350,28 @@ def now(check: Check) -> str:
 
 REPORTING = """\b
 Examples:
-  ecornn report -o report.html     what was tuned on this machine
+  ecornn report -o report.html     the searches of this machine
   ecornn report theirs.jsonl --only "lstm T=300" -o page.html
-  ecornn report --results times.json     beside other libraries
+  ecornn report --results times.json     with times of other libraries
 """
 
 
 @click.command(epilog=REPORTING)
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LOG]...")
 @click.option("-o", "--output", type=PATH, default=Path("report.html"),
-              show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")
+              show_default=True, metavar="PAGE.html", help="File to write; an existing file is replaced.")
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
-              help="Searches that have a section, the latest ones.")
-@click.option("--only", default="", metavar="TEXT", help="Layers whose name has this in it, as 'lstm T=300 B=20'.")
+              help="The number of latest searches that have a section.")
+@click.option("--only", default="", metavar="TEXT", help="Only layers whose name contains TEXT, as 'lstm T=300 B=20'.")
 @click.option("--results", multiple=True, type=PATH, metavar="FILE",
-              help="Also show times of other libraries, as `ecornn bench --json` or --csv wrote them; several times.")
+              help="Also show times of other libraries from `ecornn bench --json` or --csv; repeatable.")
 @with_json
 def report(files: tuple[Path, ...], output: Path, searches: int, only: str, results: tuple[Path, ...],
            json: bool) -> None:
-    """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
+    """Makes one HTML page of tuning logs, by default those of your folder. The page needs no network.
 
-    Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
-    layers the best. Needs Jinja: pip install jinja2."""
+    For each search it shows the curve, the effect of each knob, and the result compared with the default and the floor;
+    for all layers it shows the best. It needs Jinja: pip install jinja2."""
     from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.log import read_all
@@ -374,7 +379,7 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     log = collect(files, strict=True) if files else read_all([user_folder()])
     if not log.trials():
         raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
-                            "logs with trials: `ecornn tune` makes one")
+                            "logs with trials; `ecornn tune` makes one")
     runs = {trial.run for trial in log.trials() if only in str(trial.workload)}
     if not runs:
         raise ArgumentError("--only", only, "a part of the name of a layer in these logs, as "

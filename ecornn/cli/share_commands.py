@@ -1,5 +1,5 @@
-"""``ecornn log export``, ``import``, ``pull``, ``push``, ``check``: records for others, and from them. Nothing is sent
-anywhere, and only ``pull`` asks another machine for something."""
+"""``ecornn log export``, ``import``, ``pull``, ``push``, ``check`` share records. None of them sends anything, and only
+``pull`` reads from another machine."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ PUSHING = """\b
 Examples:
   ecornn log push shared/                  new files in shared/tuning_logs
   ecornn log push logs/ --branch h200      a commit in a clone of logs
-  git -C logs push origin h200             which you then offer
+  git -C logs push origin h200             then open a pull request
 """
 FOLDER = click.Path(path_type=Path)
 RUNS = every([
-    click.option("--device", metavar="TEXT", help="Only runs on a device whose name or architecture has this text."),
+    click.option("--device", metavar="TEXT", help="Only runs on a device whose name or architecture contains TEXT."),
     click.option("--since", metavar="YYYY-MM-DD", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%SZ"]),
-                 help="Only runs that have gone on since then (UTC).")])
+                 help="Only runs with records since then (UTC).")])
 
 
 def chosen(files: tuple[Path, ...], device: str | None, since: datetime | None) -> Log:
-    """The files' runs on such a device and since that time; without files one's own. Raises :class:`RecordError` where
-    there are none."""
+    """The runs of the files, or without files the user's own, on such a device and since that time. Raises
+    :class:`RecordError` if there are none."""
     from ecornn.tune.sharing import devices, is_own, name_of, runs_of
 
     content = collect(files)
@@ -58,8 +58,8 @@ def chosen(files: tuple[Path, ...], device: str | None, since: datetime | None) 
     content = replace(content, lines=runs_of(lines, device, since.strftime("%Y-%m-%dT%H:%M:%SZ") if since else ""))
     if not content.lines:
         there = sorted({*map(name_of, devices(lines).values())})
-        raise RecordError("no records to export" + (f" of such runs; there are runs on {', '.join(there)}" if there else
-                                                    f"; {MAKE}"))
+        raise RecordError(f"there are no such records to export; there are runs on {', '.join(there)}" if there else
+                          f"there are no records to export; {MAKE}")
     return content
 
 
@@ -67,14 +67,14 @@ def chosen(files: tuple[Path, ...], device: str | None, since: datetime | None) 
 @FILES
 @NEW
 @click.option("--best", "only_best", is_flag=True,
-              help="Only the fastest trial of each workload and device: what an application ships.")
+              help="Only the fastest trial of each workload and device, for an application to ship.")
 @RUNS
 @with_json
 def export(files: tuple[Path, ...], output: Path, only_best: bool, device: str | None, since: datetime | None,
            json: bool) -> None:
-    """Writes one log to share, without the lines that are damaged.
+    """Writes one log to share, without damaged lines.
 
-    Without FILES: your own records, but neither those that ship nor those that you have imported."""
+    Without FILES it exports your own records, but not those that ship or that you have imported."""
     content = chosen(files, device, since)
     written = write(output, merged(fastest(content) if only_best else content.lines))
     if json:
@@ -82,7 +82,7 @@ def export(files: tuple[Path, ...], output: Path, only_best: bool, device: str |
 
 
 def take_in(lines: Sequence[Line], dry: bool = False) -> dict[str, Any]:
-    """Adds records of others to the user's folder, or says alone what that would do; the result is for programs."""
+    """Adds records of others to the user's folder; if ``dry``, it only prints how many. The result is for programs."""
     from ecornn.tune.log import Log, read, rewrite
     from ecornn.tune.selection import event
     from ecornn.tune.sharing import IMPORTED
@@ -95,7 +95,8 @@ def take_in(lines: Sequence[Line], dry: bool = False) -> dict[str, Any]:
         joined = merged([*there.lines, *lines])
         known = {event(line.record) for line in there.lines}
         added = sum(event(line.record) not in known for line in joined.lines)
-        click.echo(f"{added} records {'would be ' * dry}added to {target}, {len(joined.lines)} in all", err=True)
+        done = "would add" if dry else "added"
+        click.echo(f"{done} {added} records to {target}, {len(joined.lines)} in all", err=True)
         written.update(added=added, records=len(joined.lines), kept_out=[*map(str, joined.conflicts)])
         return joined.records
 
@@ -110,9 +111,9 @@ def take_in(lines: Sequence[Line], dry: bool = False) -> dict[str, Any]:
 @GIVEN
 @with_json
 def import_files(files: tuple[Path, ...], json: bool) -> None:
-    """Adds records to imported.jsonl in your folder, where look-up finds them.
+    """Adds records to imported.jsonl in your folder, where compilations find them.
 
-    Records that are there already are not added again."""
+    It does not add records that are already there."""
     written = take_in(collect(files, strict=True).lines)
     if json:
         as_json(written)
@@ -120,17 +121,17 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 
 @click.command(epilog=PULLING)
 @click.argument("source")
-@click.option("--sha256", metavar="DIGEST", help="Take nothing unless the file that SOURCE is has this digest.")
+@click.option("--sha256", metavar="DIGEST", help="Take the file SOURCE only if it has this digest.")
 @click.option("--max-size", type=click.IntRange(1, 1 << 20), default=64, show_default=True, metavar="MIB",
-              help="Take nothing from a SOURCE that is larger.")
-@click.option("--dry-run", is_flag=True, help="Only say what would change.")
+              help="Take SOURCE only if it is not larger.")
+@click.option("--dry-run", is_flag=True, help="Only print what would change.")
 @with_json
 @safe_interrupts(*ENDING)
 def pull(source: str, sha256: str | None, max_size: int, dry_run: bool, json: bool) -> None:
-    """Adds the records of SOURCE to yours, as `ecornn log import` does: all of them, or none.
+    """Adds all records of SOURCE to yours, as `ecornn log import` does, or none.
 
-    SOURCE is a log, a folder of logs, the https address of a log, or a Git repository, of which the latest commit is
-    read; of folders and repositories the logs in them and in their tuning_logs/. A damaged line refuses the whole."""
+    SOURCE is a log, a folder of logs, the https address of a log, or a Git repository, whose latest commit is read. In
+    a folder or repository, the logs in it and in its tuning_logs/ are read. If a line is damaged, nothing is added."""
     from ecornn.schedules import revisions
     from ecornn.tune.log import read_all
     from ecornn.tune.sharing import news
@@ -147,24 +148,25 @@ def pull(source: str, sha256: str | None, max_size: int, dry_run: bool, json: bo
         as_json(written)
         return
     for device, count in found.items():
-        click.echo(f"{device}: {count['records']} new records, the first of {count['first']} layers, faster for "
-                   f"{count['faster']}; {count['contradictions']} contradict records that are here")
+        click.echo(f"{device}: new records: {count['records']}; layers that had none: {count['first']}; layers with a "
+                   f"faster one: {count['faster']}; records that contradict yours: {count['contradictions']}")
 
 
 @click.command(epilog=PUSHING)
 @click.argument("folder", type=FOLDER)
 @FILES
 @RUNS
-@click.option("--branch", metavar="NAME", help="Commit the files as this new branch of FOLDER, a Git repository; what "
-                                               "is checked out there stays as it is.")
+@click.option("--branch", metavar="NAME", help="Commit the files on this new branch of FOLDER, a Git repository; its "
+                                               "working tree does not change.")
 @with_json
 @safe_interrupts(*ENDING)
 def push(folder: Path, files: tuple[Path, ...], device: str | None, since: datetime | None, branch: str | None,
          json: bool) -> None:
     """Adds your records to a repository of logs in FOLDER, and prints a text for a pull request. It sends nothing.
 
-    Without FILES: your own records, but neither those that ship nor those that you have imported. What the repository
-    has already, failures and slow configurations are left out. The files are in FOLDER/tuning_logs, one a device."""
+    Without FILES it takes your own records, but not those that ship or that you have imported. It leaves out records
+    that the repository already has, failures and slow configurations. It writes one file for each device to
+    FOLDER/tuning_logs."""
     from ecornn.schedules import revisions
     from ecornn.tune.sharing import add, request
 
@@ -172,7 +174,7 @@ def push(folder: Path, files: tuple[Path, ...], device: str | None, since: datet
     with said_while("choosing records"), repository(folder, branch) as (place, commit):
         added = add(place, chosen(files, device, since).lines, revisions())
         if not added:
-            raise RecordError(f"FOLDER={str(folder)!r} has all of these records that others could use; {MAKE}")
+            raise RecordError(f"FOLDER={str(folder)!r} already has all of these records that others can use; {MAKE}")
         text = request(added)
         commit(text)
     names = [str(path.relative_to(place)) for path in added]
@@ -192,7 +194,7 @@ def require_folder(argument: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def repository(folder: Path, branch: str | None) -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """A place to add files to, and what commits them: to a branch if there is one, else nothing does."""
+    """Gives a folder for new files and a function that commits them to a branch; without one it does nothing."""
     from ecornn.tune.sources import on_branch
 
     if branch is None:
@@ -204,13 +206,14 @@ def repository(folder: Path, branch: str | None) -> Iterator[tuple[Path, Callabl
 
 @click.command()
 @click.argument("folder", type=FOLDER)
-@click.option("--base", type=FOLDER, required=True, help="A checkout of what was before.")
+@click.option("--base", type=FOLDER, required=True, help="A checkout from before the change.")
 @with_json
 def check(folder: Path, base: Path, json: bool) -> None:
-    """Checks a change of a repository of logs: FOLDER is a checkout with it.
+    """Checks a change of a repository of logs. FOLDER is a checkout with the change.
 
-    It may add logs to tuning_logs/, and nothing else: named as `ecornn log push` names them, each of one device,
-    without a damaged line or a record that contradicts another one. Exit code 1 where it breaks a rule."""
+    A change may only add logs to tuning_logs/. They must be named as `ecornn log push` names them, and each must have
+    records of one device, no damaged line, and no record that contradicts another one. The exit code is 1 if the change
+    breaks a rule."""
     from ecornn.tune.sharing import faults
 
     require_folder("FOLDER", folder)
@@ -221,6 +224,6 @@ def check(folder: Path, base: Path, json: bool) -> None:
     if json:
         as_json({"faults": found})
     else:
-        click.echo("\n".join(found) or "the change keeps all rules")
+        click.echo("\n".join(found) or "the change breaks no rule")
     if found:
         raise SystemExit(1)

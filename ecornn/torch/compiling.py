@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import logging
 import math
 import os
 import queue
@@ -119,7 +118,6 @@ NICENESS = 19  # of worker processes: with 14 a program takes 1.1 times as long 
 _thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
 _loading = threading.Lock()
-_told: list[str] = []
 
 
 class PendingError(Exception):
@@ -150,7 +148,8 @@ class Job:
             with _loading:
                 self.outcome = module_cache.found(self.spec, self.target)
             if self.outcome is None:
-                _tell(self.spec)
+                module_cache.hint("compiling in the background, first %s; PyTorch's own layers run until then. "
+                                  "To compile ahead, call ecornn.torch.prepare(model, *example)", self.spec)
                 asked = module_cache.Asked.of(self.spec, self.target)
                 entry = worker.call("ecornn.module_cache:compile_for_another", asked, str, LIMIT)
                 with _loading:
@@ -180,15 +179,6 @@ class Job:
         if isinstance(self.outcome, ScheduleError):
             raise self.outcome.with_traceback(None)
         return self.outcome
-
-
-def _tell(spec: LayerSpec) -> None:
-    """Says once in a process that it compiles, and what can be done about that."""
-    if not _told:
-        _told.append("said")
-        logging.getLogger("ecornn").warning(
-            "compiling in the background, first %s; PyTorch's own layers run until then. "
-            "To compile ahead, call ecornn.torch.prepare(model, *example)", spec.workload)
 
 
 class Compilers:

@@ -26,7 +26,7 @@ from ecornn.errors import ArgumentError, EcornnError, FallbackError
 from ecornn.heartbeat import going
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
-from ecornn.module_cache import get_ready, known
+from ecornn.module_cache import get_ready, known, without_hints
 from ecornn.notebook import table
 from ecornn.torch import compiling, engine, falling_back, gains
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell, is_left
@@ -207,14 +207,15 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     try:
         for module in layers:
             reclass(module, original_class)
-        with torch.random.fork_rng():
+        with without_hints(), torch.random.fork_rng(), going("ecornn: calling the model to see what it needs"):
             model(*example, **named)
     finally:
         for module, kind in kinds.items():
             module.__class__ = kind
         for hook in hooks:
             hook.remove()
-    compile_all([*wanted.values()], processes or torch.get_num_threads())
+    with without_hints():
+        compile_all([*wanted.values()], processes or torch.get_num_threads())
     return len(wanted)
 
 

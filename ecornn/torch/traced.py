@@ -20,7 +20,7 @@ from ecornn.boundary import public
 from ecornn.cells.base import parameters_of
 from ecornn.errors import ArgumentError, CellError
 from ecornn.torch.traced_graph import Learned, Sizes, Traced, carried_out, operator_name, place_of, pointed, reached
-from ecornn.torch.traced_step import TracedCell
+from ecornn.torch.traced_step import TracedCell, named
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Value
 
 # B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one,
@@ -70,9 +70,7 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
         raise ArgumentError("name", name, "letters, digits and underscores, with a letter first")
     names = states_of(step, states)
     together = len(names) > 1 and len(_positional(step)) == 2
-    # a class of its own, which no other process can import
-    kind: type[TracedCell] = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
-    traced = kind(Traced(step, sizes["input_size"], sizes["hidden_size"], names, together))
+    traced = named(name, Traced(step, sizes["input_size"], sizes["hidden_size"], names, together))
     hold(traced)
     return traced
 
@@ -87,7 +85,7 @@ def states_of(step: Any, states: Sequence[str] | None) -> tuple[str, ...]:
     if given == ["hx"] and isinstance(step, torch.nn.RNNCellBase):
         return ("h", "c") if isinstance(step, torch.nn.LSTMCell) else ("h",)
     if not given:
-        raise ArgumentError("step", step, "a step with arguments after x, which are its states")
+        raise ArgumentError("step", step, "a step with states as arguments after x")
     return tuple(given)
 
 
@@ -215,7 +213,7 @@ def _no_others(results: list[torch.Tensor], known: list[torch.Tensor]) -> None:
         value = getattr(node, "variable", None)
         if value is not None and id(value) not in own:
             raise CellError(f"the step reads a parameter of shape {tuple(value.shape)} that its module does not "
-                            "have: register it in the module, so that the layer has it, too")
+                            "have; register it in the module, so that the layer also has it")
 
 
 def _array(value: torch.Tensor) -> Array:
@@ -304,10 +302,10 @@ def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: floa
     for node in cell.graph.nodes:
         value = walk.known.get(node)
         if isinstance(value, Value) and _far(_assembled(step, value, cell.own), _array(wanted[node] * 1.0), limit):
-            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's. This is "
+            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch. This is "
                            "a fault of ecornn; please report it", node)
-    return CellError(f"cell {cell.name!r}: the step does not return what its graph computes. It depends on something "
-                     "that changes between calls, such as an attribute that it sets or the number of rows")
+    return CellError(f"cell {cell.name!r}: the step returns other values than its exported graph. It may depend on "
+                     "something that changes between calls, such as an attribute that it sets or the number of rows")
 
 
 def _assembled(step: Any, value: Value, sizes: Sizes) -> Array:
@@ -335,8 +333,8 @@ def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -
                for kind in own]
     reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]
     why, where = reasons[0] if reasons else ("a tensor has a hook, or an operator defines its own derivative", ())
-    return pointed(f"cell {cell.name!r}: the gradient of {name} differs from the module's: {why}; ecornn derives "
-                   "the gradients of a cell from its forward step", where)
+    return pointed(f"cell {cell.name!r}: the gradient of {name} differs from the module's: {why}. ecornn "
+                   "derives the gradients of a cell from its forward step", where)
 
 
 def _backwards(returned: list[torch.Tensor]) -> Iterable[Any]:

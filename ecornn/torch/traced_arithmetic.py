@@ -27,7 +27,7 @@ class Arithmetic:
     def value(self, node: Any) -> Value:
         """The value of an argument that depends on x or a state. Raises :class:`CellError` for any other."""
         if node not in self.graph.data:
-            raise CellError("this operator of the module's weights alone, beside values of the step")
+            raise CellError("an operand depends on weights alone; this operator needs values of the step")
         return cast(Value, self.known[node])
 
     def scalars(self, function: Callable[..., Any], operands: Sequence[Any], name: str,
@@ -40,14 +40,14 @@ class Arithmetic:
         count = max(len(v.gates) for v in values)
         several = [v for v in values if len(v.gates) > 1]
         if any(len(v.gates) != count for v in several):
-            raise CellError(f"arithmetic on {' and '.join(map(str, several))}: one number of gates is needed")
+            raise CellError(f"arithmetic on {' and '.join(map(str, several))}; expected equal numbers of gates")
 
         def computed(gates: Sequence[Gate | None], per_gate: bool) -> Any:
             wide = {width, *(g.width for g in gates if g is not None)} - {1}
             own = self.sizes.common(wide)
             if own is None:
                 words = " and ".join(sorted(map(Sizes.in_words, wide)))
-                raise CellError(f"arithmetic on rows of {words}: one width is needed")
+                raise CellError(f"arithmetic on rows of {words}; expected rows of one width")
 
             def value(b: Any, j: Any, n: Any = 0) -> Any:
                 return function(*(o if g is None else g.at(b, j, n if len(o.gates) > 1 else 0)
@@ -97,8 +97,8 @@ class Arithmetic:
         values = [self.known[o] for o in operands if isinstance(o, Node) and o in self.graph.data]
         axes, count, width = self.frame(values, shape or shape_of(node))
         if width == "I" and self.sizes.input != self.sizes.hidden:
-            raise CellError("of x alone, which products alone read in a step: a module of its own before the layer "
-                            "computes it for all steps at once")
+            raise CellError("it depends on x alone, and in a step only products may read x. Compute it for all steps "
+                            "at once, in a module before the layer")
 
         def given(operand: Any) -> Any:
             if not isinstance(operand, Node):
@@ -117,10 +117,10 @@ class Arithmetic:
             place = n - len(shape)
             kinds = {v.axes[place] for v in values if -place <= len(v.axes)} - {ONE}
             if len(kinds) > 1:
-                raise CellError(f"arithmetic on {' and '.join(map(str, values))}, whose axes do not match")
+                raise CellError(f"arithmetic on {' and '.join(map(str, values))}; expected axes that match")
             axes.append(next(iter(kinds), "" if size > 1 else ONE))
         if axes.count(BATCH) != 1:
-            raise CellError(f"arithmetic on {' and '.join(map(str, values))}, which pairs rows of the batch")
+            raise CellError(f"arithmetic on {' and '.join(map(str, values))}; a cell computes each row separately")
         for n, axis in enumerate(axes):
             if axis:
                 continue
@@ -131,7 +131,7 @@ class Arithmetic:
                 axes[n] = UNITS if parts[0] == 1 else COLUMNS
                 count, widths = (parts[0] if count == 1 else count if parts[0] == 1 else 0), {parts[1]}
             if not axes[n] or not count:
-                raise CellError(f"arithmetic with {shape[n]} values, which is no multiple of H = {self.sizes.hidden}")
+                raise CellError(f"arithmetic with {shape[n]} values; expected a multiple of H = {self.sizes.hidden}")
         return tuple(axes), count, self.sizes.common(widths)
 
     def weights(self, node: Node, axes: tuple[str, ...], count: int, width: Width | None) -> Any:
@@ -142,12 +142,12 @@ class Arithmetic:
         shape = shape_of(node)
         own = axes[len(axes) - len(shape):]
         if BATCH in own and shape[own.index(BATCH)] > 1 and not self.graph.alike_in_rows(node, own.index(BATCH)):
-            raise CellError(f"a tensor {shape} of the module that differs between rows of the batch")
+            raise CellError(f"a tensor {shape} of the module differs between rows of the batch")
         wide = {axis for axis, size in zip(own, shape, strict=True) if size > 1}
         gates = count if wide & {GATES, COLUMNS} else 1
         units = bool(wide & {UNITS, COLUMNS})
         if width is None:
-            raise CellError("a vector beside values of several widths")
+            raise CellError("a vector of weights with values of several widths; expected values of one width")
         use = Vector(node, tuple(ONE if gates == 1 and axis == GATES else axis for axis in own), gates,
                      width if units else 1)
         tensor = self.parameter(use)
@@ -160,7 +160,7 @@ class Arithmetic:
         places = _places(dims, len(value.axes))
         kinds = {value.axes[n] for n in places} - {ONE}
         if BATCH in kinds:
-            raise CellError("over the batch, whose rows are apart in a cell")
+            raise CellError("a reduction over the batch; a cell computes each row of the batch separately")
         axes = tuple(ONE if n in places else axis for n, axis in enumerate(value.axes))
         if kinds & {UNITS, COLUMNS}:
             reduce = reduce or row_sum
@@ -210,7 +210,7 @@ class Arithmetic:
         return self.pointwise(node, lambda v: 0.0 - softplus(0.0 - v), [input], shape_of(input)), None
 
     def op_max(self, node: Node) -> Any:
-        raise CellError("also the place of the extreme, which alone has its gradient; use amax or amin")
+        raise CellError("a cell has no indices of maxima; use amax or amin")
 
     op_min = op_max
 
@@ -237,7 +237,7 @@ class Arithmetic:
             squares = self.scalars(lambda v: v * v, [value], f"{name}_squares")
             return self.scalars(square_root, [self.summed(squares, dim, name)], f"{name}_root")
         if ord not in (1, float("inf")):
-            raise CellError(f"ord={ord}; there are 1, 2 and infinity")
+            raise CellError(f"ord={ord}; expected 1, 2 or infinity")
         sizes = self.scalars(POINTWISE["abs"], [value], f"{name}_absolute")
         return self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
 
@@ -293,7 +293,7 @@ class Arithmetic:
             gates = [gate for name, part in parts.items() for gate in self.normalized(
                 part, *self.variance(part, [1], 0, name), eps, name).gates]
         else:
-            raise CellError(f"{group} groups of {value}")
+            raise CellError(f"{group} groups do not divide {value}")
         return self.affine(node, Value(value.axes, tuple(gates)), weight, bias), None, None
 
     def op_native_batch_norm_legit_no_training(self, node: Node, value: Value, weight: Any, bias: Any,

@@ -202,7 +202,7 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
         elif kind == "CONSTANT_TENSOR":
             learned[node] = Learned("constant", spec.arg.name, program.constants[spec.target].detach())
         else:
-            raise CellError(f"the step has an input of the kind {kind}, which a cell cannot have")
+            raise CellError(f"the step has an input of the kind {kind}, which a cell cannot take")
     output, changed, returned = next(node for node in nodes if node.op == "output"), [], []
     for spec, node in zip(signature.output_specs, output.args[0], strict=True):
         if spec.kind.name == "USER_OUTPUT":
@@ -210,10 +210,10 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
         elif spec.kind.name != "USER_INPUT_MUTATION":
             changed.append(str(spec.target).removeprefix(PREFIX))
     if changed:
-        raise CellError(f"the step changes {', '.join(changed)} of its module in each call, which a layer's steps do "
-                        "not do: make it a state, or call the module's eval() before where that ends it")
+        raise CellError(f"the step changes {', '.join(changed)} of its module in each call, which a layer cannot do. "
+                        "Make it a state, or call the module's eval() first if that stops the changes")
     if not all(isinstance(node, Node) for node in returned):
-        raise CellError(f"the step returns {[n for n in returned if not isinstance(n, Node)]} beside tensors")
+        raise CellError(f"the step returns {[n for n in returned if not isinstance(n, Node)]}; expected only tensors")
     needed = reached(returned, lambda node: node.all_input_nodes)
     inner = tuple(node for node in nodes if node.op == "call_function" and node in needed)
     for node in inner:

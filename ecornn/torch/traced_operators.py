@@ -162,6 +162,6 @@ POINTWISE: dict[str, Callable[..., Any]] = {
     "hypot": _on(lambda a, b: _sqrt(a * a + b * b))}
 # Operators that leave each value as it is.
 SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh")
-REFUSED = ("not an operator of a step; there are products with weights, sums, means, maxima and variances over units, "
-           "softmax, layer_norm, group_norm, cat, stack, chunk, split, slices in multiples of H, views, "
+REFUSED = ("a step cannot use this operator. It can use products with weights, sums, means, maxima and variances "
+           "over units, softmax, layer_norm, group_norm, cat, stack, chunk, split, slices in multiples of H, views, "
            + ", ".join(sorted(POINTWISE)))

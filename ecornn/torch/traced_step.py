@@ -46,7 +46,8 @@ class Walk(Arithmetic):
             nodes = nodes[1:]  # y is the first state
         if len(nodes) not in (count, count + 1):
             raise CellError(f"the step returns {len(nodes)} tensors for {count} state{'s' * (count > 1)}; expected the "
-                            "new states, or y before them. Name the states of a tuple: cell(..., states=('h', 'c'))")
+                            "new states, or y before them. If the step takes its states as a tuple, name them: "
+                            "cell(..., states=('h', 'c'))")
         results = []
         for node in nodes:
             value = self.known.get(node)
@@ -58,7 +59,7 @@ class Walk(Arithmetic):
             wanted = self.sizes.batch, self.sizes.hidden
             if value is None or value.shape(self.sizes) != wanted or len(value.gates) > 1:
                 shape = tuple(shape_of(node)[1:])
-                raise pointed(f"the step returns {value}, of the shape (B, {', '.join(map(str, shape))}); "
+                raise pointed(f"the step returns {value} with the shape (B, {', '.join(map(str, shape))}); "
                               f"expected (B, H), H = {self.sizes.hidden}", node)
             if value.gates[0].vector or len(value.gates[0].tensor.shape) == 1:
                 value = self.scalars(lambda v: v, [value], "state")  # which has a place for each unit
@@ -76,7 +77,7 @@ class Walk(Arithmetic):
         given = arguments(node)
         if name in POINTWISE:
             if "decimals" in given:
-                raise CellError(f"the argument decimals={given['decimals']}")
+                raise CellError(f"the argument decimals={given['decimals']} is not supported")
             return self.pointwise(node, POINTWISE[name], list(given.values()))
         if name in SAME:
             return self.known[node.args[0]]
@@ -88,13 +89,13 @@ class Walk(Arithmetic):
         other = {key: v for key, v in given.items() if key not in (*known, *ANYWHERE) and v not in (
             None, torch.float32, torch.float64)}
         if other:
-            raise CellError(f"the argument {', '.join(f'{key}={v}' for key, v in other.items())}")
+            raise CellError(f"the argument {', '.join(f'{key}={v}' for key, v in other.items())} is not supported")
         value = method(node, **{key: v for key, v in given.items() if key in known})
         if "keepdim" in given:
             several, how = isinstance(value, tuple), (given["keepdim"], given["dim"])
             value = tuple(self.reduced(v, *how) for v in value) if several else self.reduced(value, *how)
         if isinstance(value, Value) and value.shape(self.sizes) != shape_of(node):
-            raise CellError(f"{value} where PyTorch has the shape {shape_of(node)}")
+            raise CellError(f"the cell has {value}, but PyTorch has the shape {shape_of(node)}")
         return value
 
     # -- products -------------------------------------------------------------------------------
@@ -104,11 +105,11 @@ class Walk(Arithmetic):
             raise CellError(f"a product of {rows}; expected (B, K)")
         count, K = shape_of(weights)[-2:] if stored else shape_of(weights)[-2:][::-1]
         if (parts := self.sizes.parts(count)) is None:
-            raise CellError(f"a product with {count} rows, which is not a multiple of H = {self.sizes.hidden}")
+            raise CellError(f"a product with {count} rows; expected a multiple of H = {self.sizes.hidden}, or fewer")
         gates, width = parts
         widths = tuple(gate.width for gate in rows.gates)
         if sum(map(self.sizes.width, widths)) != K:
-            raise CellError(f"a product with {K} columns, of {rows}")
+            raise CellError(f"a product of a matrix with {K} columns and {rows}")
         total = None
         for n, gate in enumerate(rows.gates):
             use = Matrix(weights, index, stored, gates, width, n, widths)
@@ -153,11 +154,11 @@ class Walk(Arithmetic):
             one = self.product(node.name, Value(rows.axes[1:], rows.gates), weights, stored, 0)
             return Value((ONE, *one.axes), one.gates)
         if rows.axes != (GATES, BATCH, UNITS):
-            raise CellError(f"a product of {rows} by several matrices; expected a matrix for each gate")
+            raise CellError(f"a product of {rows} and several matrices; expected one matrix for each gate")
         each = [self.product(f"{node.name}_{n}", Value((BATCH, UNITS), (gate,)), weights, stored, n)
                  for n, gate in enumerate(rows.gates)]
         if any(len(one.gates) > 1 for one in each):
-            raise CellError("a product of each gate by a matrix of more than H rows")
+            raise CellError("a product of each gate and a matrix of more than H rows; expected H rows or fewer")
         return Value.canonical((GATES, BATCH, UNITS), [one.gates[0] for one in each])
 
     def of_rows(self, node: Node, a: Value, b: Value) -> Value:
@@ -185,7 +186,7 @@ class Walk(Arithmetic):
         if all(axes[n] == ONE for n in several):
             return self.pointwise(node, lambda v: v, [node.args[0]])
         if len(several) > 1 or axes[several[0]] not in (UNITS, COLUMNS, GATES):
-            raise CellError(f"{tuple(repeats)} times {value}")
+            raise CellError(f"repeat{tuple(repeats)} of {value}; expected repeats along one axis of units or gates")
         return Value.joined([Value(axes, value.gates)] * repeats[several[0]], several[0])
 
     def op_copy(self, node: Node, input: Any, src: Any) -> Any:
@@ -195,9 +196,9 @@ class Walk(Arithmetic):
 
     def op_to_copy(self, node: Node, value: Value, dtype: Any = None) -> Value:
         if dtype is not None and not dtype.is_floating_point and dtype != torch.bool:
-            raise CellError(f"{dtype}; values of a step are floats and conditions")
+            raise CellError(f"{dtype}; values of a step must be floats or booleans")
         if dtype in (torch.float16, torch.bfloat16):
-            raise CellError(f"{dtype}; a layer's type is that of compile(dtype=...)")
+            raise CellError(f"{dtype}; set the layer's data type with compile(dtype=...)")
         return self.scalars(POINTWISE["ne"], [value, 0.0], node.name) if dtype == torch.bool else self.as_numbers(
             value, node.name)
 
@@ -224,7 +225,7 @@ class Walk(Arithmetic):
         if node in self.graph.data:
             return self.value(node)
         if (parts := self.sizes.parts(shape_of(node)[dim])) is None:
-            raise CellError(f"{shape_of(node)[dim]} values of the module, which is not a multiple of H = "
+            raise CellError(f"{shape_of(node)[dim]} values of the module; expected a multiple of H = "
                             f"{self.sizes.hidden}")
         own = tuple((UNITS if parts[0] == 1 else COLUMNS) if n == dim else axis for n, axis in enumerate(axes))
         rows = Value(own, self.known[self.graph.given[1]].gates)
@@ -240,7 +241,7 @@ class Walk(Arithmetic):
         extent = value.shape(self.sizes)[dim]
         first, last, step = slice(start, end, step).indices(extent)
         if step != 1:
-            raise CellError(f"places by {step}")
+            raise CellError(f"a slice with step {step}; expected 1")
         new = self.side_by_side(src, value.axes, dim)
         parts = [value.cut(dim, 0, first, 1, self.sizes)] if first else []
         parts += [new, *([value.cut(dim, last, extent, 1, self.sizes)] if last < extent else [])]
@@ -250,7 +251,7 @@ class Walk(Arithmetic):
         new = self.value(src)
         dim, index = dim % len(value.axes), index % value.shape(self.sizes)[dim]
         if value.axes[dim] != GATES or len(new.gates) > 1:
-            raise CellError(f"one place of {value}; expected a gate")
+            raise CellError(f"a write to index {index} of {value}; expected a whole gate")
         return Value(value.axes, (*value.gates[:index], *new.gates, *value.gates[index + 1:]))
 
 
@@ -276,13 +277,21 @@ class TracedCell(Cell):
         if self.shown:
             self.states, self.output = ("y", *traced.states), "y"
             if "y" in traced.states:
-                raise CellError(f"cell {self.name!r}: a state is named y, which is the name of the output before the "
-                                "states; rename it")
+                raise CellError(f"cell {self.name!r}: a state has the name y, but the output before the states has "
+                                "this name; rename the state")
         self.unread = tuple(self.read.names.values())  # a product may have gates that the step leaves out
         learned = {name: source.learned for name, source in self.read.direct.items()} | self.read.originals
         self.buffers = {name: one.value for name, one in learned.items() if one.kind == "buffer"}
         self.frozen = {name: one.value for name, one in learned.items() if one.kind == "parameter" and not (
             one.value.requires_grad)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has the step, which the process that reads it traces again: graphs of PyTorch have no pickles."""
+        return named, (self.name, self.traced)
+
+    def __deepcopy__(self, memo: Any) -> TracedCell:
+        """The cell itself: it does not change, and tracing it again would take seconds."""
+        return self
 
     def walk(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Walk:
         """The step on te tensors, at any I and H."""
@@ -303,8 +312,8 @@ class TracedCell(Cell):
         for name, original in self.read.originals.items():
             shape = tuple(original.value.shape)
             if (input, hidden) != (self.own.input, self.own.hidden) and not {*shape} <= {1}:
-                raise CellError(f"cell {self.name!r}: {original.name} {shape} does not fit I = {input}, H = {hidden}: "
-                                "the module computes weights from it, and only for "
+                raise CellError(f"cell {self.name!r}: {original.name} {shape} does not fit I = {input}, H = {hidden}. "
+                                "The module computes weights from it, which have sizes for "
                                 f"I = {self.own.input} and H = {self.own.hidden}")
             shapes[name] = _axes(shape)
         return shapes
@@ -315,7 +324,7 @@ class TracedCell(Cell):
             return {}
         given = {name: torch.from_numpy(v) if xp is np else v for name, v in p.items()}
         if not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
-            raise TypeError("PyTorch computes its weights; pass arrays of NumPy or PyTorch")
+            raise TypeError("PyTorch computes the weights of this cell; pass arrays of NumPy or PyTorch")
         like = next(iter(given.values()), torch.empty(0))
         values = {name: given[name].reshape(one.value.shape) for name, one in self.read.originals.items()}
         weights = self.read.computed(values, like)
@@ -351,6 +360,12 @@ class TracedCell(Cell):
         input = value.shape[1] if value.dim() == 2 and isinstance(source.use, Matrix) and source.use.widths == (
             "I",) else self.own.input
         return Sizes(self.own.batch, input, hidden)
+
+
+def named(name: str, traced: Traced) -> TracedCell:
+    """The cell of a step, of a class of its own with this name, which no other process can import."""
+    kind: type[TracedCell] = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
+    return kind(traced)
 
 
 def _axes(shape: Shape) -> Shape:

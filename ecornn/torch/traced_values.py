@@ -69,7 +69,7 @@ class Value:
         single = all(len(v.gates) == 1 for v in values)
         fits = single if kinds == {ONE} else kinds == {GATES} or kinds <= {UNITS, COLUMNS, ONE}
         if len(axes) > 1 or not fits:
-            raise CellError(f"side by side along axis {axis}: {', '.join(map(str, values))}")
+            raise CellError(f"a concatenation along axis {axis} of {', '.join(map(str, values))}; expected whole gates")
         kind = GATES if kinds == {GATES} or kinds == {ONE} else COLUMNS
         return cls.canonical((*values[0].axes[:axis], kind, *values[0].axes[axis + 1:]),
                              [gate for v in values for gate in v.gates])
@@ -91,7 +91,7 @@ class Value:
         """The width of each gate. Raises :class:`CellError` if they differ."""
         width = sizes.common({gate.width for gate in self.gates})
         if width is None:
-            raise CellError(f"{self}, of which all must have one width")
+            raise CellError(f"{self}; expected gates of one width")
         return width
 
     @property
@@ -133,10 +133,10 @@ class Value:
             elif size == 1:
                 axes.append(ONE)
             else:
-                raise CellError(f"{self} as {tuple(shape)}: axis {n} is not the batch, all units, or gates, one behind "
-                                "the other")
+                raise CellError(f"a view of {self} as {tuple(shape)}; expected axis {n} to be the batch, all units, "
+                                "or consecutive gates")
         if left:
-            raise CellError(f"{self} as {tuple(shape)}")
+            raise CellError(f"a view of {self} as {tuple(shape)}; expected a shape with all of its axes")
         return Value(tuple(axes), self.gates)
 
     def cut(self, axis: int, first: int, last: int, step: int, sizes: Sizes) -> Value:
@@ -148,20 +148,20 @@ class Value:
         if kind == GATES and self.gates[first:last:step]:
             return Value.canonical(self.axes, self.gates[first:last:step])
         if kind == BATCH:
-            raise CellError("along the batch, whose rows are apart in a cell")
+            raise CellError("a part of the batch; a cell computes each row of the batch separately")
         borders = [*accumulate((sizes.width(gate.width) for gate in self.gates), initial=0)]
         if kind == COLUMNS and step == 1 and first in borders and last in borders and first < last:
             return Value.canonical(self.axes, self.gates[borders.index(first):borders.index(last)])
-        raise CellError(f"places {first} to {last}{f' by {step}' if step != 1 else ''} of an axis of {extent} of "
-                        f"{self}; expected multiples of H")
+        raise CellError(f"indices {first} to {last}{f' with step {step}' if step != 1 else ''} of an axis of {extent} "
+                        f"of {self}; expected multiples of H")
 
     def taken(self, axis: int, index: int, sizes: Sizes) -> Value:
         """One place of an axis, which is gone then. Raises :class:`CellError` for one unit."""
         index %= self.shape(sizes)[axis]
         one = self.cut(axis, index, index + 1, 1, sizes)
         if one.axes[axis] not in (ONE, GATES):
-            raise CellError(f"place {index} of an axis of {self.shape(sizes)[axis]} of {self}: a unit cannot "
-                            "be read by itself")
+            raise CellError(f"index {index} of an axis of {self.shape(sizes)[axis]} of {self}; a cell cannot read "
+                            "a single unit")
         return Value(one.axes[:axis] + one.axes[axis + 1:], one.gates)
 
 

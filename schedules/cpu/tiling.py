@@ -135,22 +135,22 @@ COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
 
 
 class CPUKnobs(Knobs):
-    rows: int = knob("batch rows of a register tile: reuse of weights against registers")
-    columns: int = knob("vectors of gates and units in a tile: reuse of the state against even division of work")
-    unroll: int = knob("products in a row without a jump: fewer jumps against larger code")
+    rows: int = knob("batch rows in a register tile. More: more reuse of weights, but more registers")
+    columns: int = knob("vectors of gates and units in a tile. More: more reuse of the state, less even work")
+    unroll: int = knob("products without a jump between them. More: fewer jumps, but larger code")
     project_rows: int = knob("rows of x in a register tile of the hoisted product")
     project_columns: int = knob("vectors of gates and units in a tile of the hoisted product")
-    team: int = knob("the most threads of a call (0: as many as it is given): no barriers against less work for each",
+    team: int = knob("the most threads of a call (0: all it may use). Fewer: no barriers, but more work for each",
                      before=0)
-    pairs: int = knob("of how many values of k two are multiplied as a pair, which takes work from the units that "
-                      "multiply to those that add (0: none)", before=0)
-    project_pairs: int = knob("the same of the hoisted product", before=0)
-    gates: int = knob("of how many gates sums are in registers at the same time (0: of all): higher tiles, which reuse "
-                      "weights, against loops that read the state again", before=0)
-    project_gates: int = knob("the same of the hoisted product", before=0)
-    ahead: int = knob("whether tiles of rows ask for the weights of the next units while they multiply: L3 works at "
-                      "that time, too, against more instructions", before=0)
-    chunk: int = knob("steps projected at once: reuse of input weights against cached results")
+    pairs: int = knob("values of k of which two are multiplied as a pair (0: none). This moves work from the units "
+                      "that multiply to those that add", before=0)
+    project_pairs: int = knob("as pairs, for the hoisted product", before=0)
+    gates: int = knob("gates whose sums are in registers at the same time (0: all). Fewer: higher tiles, which reuse "
+                      "weights, but loops that read the state again", before=0)
+    project_gates: int = knob("as gates, for the hoisted product", before=0)
+    ahead: int = knob("1: tiles prefetch the weights of the next units while they multiply, so that L3 works at the "
+                      "same time; this needs more instructions", before=0)
+    chunk: int = knob("steps projected at once. More: more reuse of input weights; fewer: results stay in caches")
 
 
 def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:

@@ -25,10 +25,10 @@ from ecornn.schedules.timeline import row_arguments
 
 
 class ElementwiseKnobs(Knobs):
-    units: int = knob("more units a thread: fewer and wider loads and stores; fewer: more threads")
-    threads: int = knob("smaller blocks: spread over more multiprocessors; larger: fewer to start")
-    prefetch: int = knob("steps that inputs are copied ahead: hides more of memory's latency, for shared memory")
-    group: int = knob("more steps between waits for copies: fewer waits; fewer: less code and registers")
+    units: int = knob("units of a thread. More: fewer and wider loads and stores; fewer: more threads")
+    threads: int = knob("threads in a block. Fewer: work for more multiprocessors; more: fewer blocks to start")
+    prefetch: int = knob("steps by which inputs are copied ahead. More: more latency is hidden, but more shared memory")
+    group: int = knob("steps between waits for copies. More: fewer waits; fewer: less code and fewer registers")
     hoisted: str = hoisted_knob()
     math: str = knob(MATH_TRADES)
 

@@ -57,21 +57,21 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
 
 
 class PersistentKnobs(Knobs):
-    groups: int = knob("smaller exchanges and products a group, against fewer SMs for each")
-    units: int = knob("fewer units a block: less work a step; more: fewer blocks to wait for")
-    warps: int = knob("more product warps: less work each, but more partial sums to add")
-    gate_warps: int = knob("more gate warps: shorter gate math, fewer registers a thread")
-    chains: int = knob("2: shorter chains of dependent products, at an accumulator more")
-    registers: int = knob("percent of weights in registers; the rest in shared memory, and in L2 what does not fit "
+    groups: int = knob("groups of batch rows. More: smaller exchanges and products for each group, but fewer SMs")
+    units: int = knob("units in a block. Fewer: less work a step; more: fewer blocks to wait for")
+    warps: int = knob("warps that multiply. More: less work for each, but more partial sums to add")
+    gate_warps: int = knob("warps that compute gates. More: gates take less time, but each thread has fewer registers")
+    chains: int = knob("2: shorter chains of dependent products, but one more accumulator")
+    registers: int = knob("percent of weights in registers; the rest is in shared memory, and in L2 if it does not fit "
                           "there")
-    interleave: int = knob("4: pad three gates to four for smaller unit steps and wider loads; 0: no padding")
-    ahead: int = knob("percent of the input projection done before the recurrence; the rest runs beside it, on what "
-                      "blocks the recurrence leaves over", before=100)
-    fences: str = knob("of products and gates in every step, of products, or rare: less waiting, against polls that "
-                       "begin at once and disturb what they wait for", before="every")
+    interleave: int = knob("4: three gates are padded to four, for smaller steps of units and wider loads; 0: none")
+    ahead: int = knob("percent of the input projection computed before the recurrence; the rest runs at the same "
+                      "time, on blocks that the recurrence does not use", before=100)
+    fences: str = knob("fences for products and gates in every step, for products only, or rarely. Fewer: less "
+                       "waiting, but polls begin immediately and slow the stores that they wait for", before="every")
     hoisted: str = hoisted_knob()
-    carrier: str = knob("of state: through L2 to many blocks, or to at most 16 inside a cluster, which takes half the "
-                        "time, though fewer clusters fit than groups of blocks", before="l2")
+    carrier: str = knob("how blocks exchange the state: through L2, among many blocks, or inside a cluster of at most "
+                        "16. A cluster takes half the time, but fewer clusters than groups of blocks fit", before="l2")
     math: str = knob(MATH_TRADES)
 
 

@@ -32,22 +32,22 @@ class Part(NamedTuple):
 
 
 class BlockKnobs(Knobs):
-    heads: int = knob("of a block. More: fewer blocks, each with more work a step", absent=1)
-    products: str = knob("fma: multiply-adds of float32, for few rows; mma: tensor cores, which always multiply eights "
-                         "of rows; wgmma: those of Hopper, faster, which read the state from shared memory")
-    rows: int = knob("batch rows of a block. More: a weight is loaded for more rows; fewer: more blocks, a shorter "
-                     "step")
-    units: int = knob("of the lanes that share K, or eights of units of a warp of mma. More: fewer threads, which load "
-                      "the state more seldom, with more registers for each")
-    lanes: int = knob("that share K of a multiply-add: more threads with fewer weights each, and more sums that they "
-                      "exchange")
+    heads: int = knob("heads in a block. More: fewer blocks, each with more work a step", absent=1)
+    products: str = knob("fma: multiply-adds of float32, for few rows; mma: tensor cores, which always multiply 8 rows "
+                         "at a time; wgmma: Hopper's faster instructions, which read the state from shared memory")
+    rows: int = knob("batch rows in a block. More: each weight that is loaded serves more rows; fewer: more blocks, "
+                     "and a shorter step")
+    units: int = knob("units for the lanes that share K, or groups of 8 units for a warp of mma. More: fewer threads, "
+                      "which load the state less often and have more registers each")
+    lanes: int = knob("lanes that share K of a multiply-add. More: more threads with fewer weights each, which "
+                      "exchange more sums")
     registers: int = knob("percent of weights in registers; the rest in shared memory")
-    cluster: int = knob("blocks that share the weights, of more rows each; state travels between them in every step",
+    cluster: int = knob("blocks that share the weights and have more rows each; they exchange the state in every step",
                         before=1)
-    resident: int = knob("blocks that a multiprocessor has room for: while one waits, another computes; registers are "
-                         "fewer for each")
+    resident: int = knob("blocks that fit on a multiprocessor. More: while one waits, another computes, but each has "
+                         "fewer registers")
     hoisted: str = hoisted_knob()
-    math: str = knob(MATH_TRADES + "; relative: as the second, with a polynomial for tanh near 0")
+    math: str = knob(MATH_TRADES + "; relative: like the second, with a polynomial for tanh near 0")
 
 
 class BlockPlan(NamedTuple):

@@ -32,20 +32,20 @@ HELD_SLOTS = 2  # for streamed weights, of chunks that are multiplied, while oth
 
 
 class WideKnobs(Knobs):
-    groups: int = knob("more: fewer batch rows for each, whose blocks hold more of the weights")
-    units: int = knob("more units a block: fewer blocks that read the state, more weights for each")
-    parts: int = knob("more: blocks that share K, so that each reads less of the state; sums travel between them",
+    groups: int = knob("groups of batch rows. More: fewer rows in each, but its blocks hold more of the weights")
+    units: int = knob("units in a block. More: fewer blocks read the state, but each has more weights")
+    parts: int = knob("blocks that share K. More: each reads less of the state, but they exchange sums",
                       before=1)
-    row_teams: int = knob("2 or 3 warpgroups that each have rows of their own, and a copy of the state for all; 1: two "
-                          "that share K, which small blocks need", before=1)
-    registers: int = knob("percent of weights in registers, which products need not read; the rest leaves less room "
-                          "for state")
-    streamed: int = knob("percent of weights that are read from L2 or memory in every step: what registers and shared "
-                         "memory have no room for", before=0, absent=0)
-    ahead: int = knob("KB of streamed weights that a block has on their way; more: less room for those that stay",
+    row_teams: int = knob("2 or 3: so many warpgroups, each with its own rows, use one copy of the state; 1: two "
+                          "warpgroups share K, which small blocks need", before=1)
+    registers: int = knob("percent of weights in registers. More: products read less shared memory; fewer: the rest of "
+                          "the weights leaves less room for the state")
+    streamed: int = knob("percent of weights that are read from L2 or memory in every step, because registers and "
+                         "shared memory have no room for them", before=0, absent=0)
+    ahead: int = knob("KB of streamed weights that a block loads ahead. More: less room for weights that stay",
                       before=32, absent=0)
-    lasting: int = knob("percent of streamed weights that L2 is asked to keep, where it has no room for all; 100: it "
-                        "is asked nothing", before=100, absent=100)
+    lasting: int = knob("percent of streamed weights that L2 should keep, if it has no room for all of them; 100: no "
+                        "hint to L2", before=100, absent=100)
     hoisted: str = hoisted_knob()
     math: str = knob(MATH_TRADES)
 

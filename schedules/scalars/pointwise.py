@@ -13,7 +13,7 @@ from ecornn.schedules.cuda.isa.functions import FUNCTIONS, call
 
 MATH = ("exact", "fast", "approx")
 MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special function unit (error 2e-7), or "
-               "tanh.approx (error 5e-4): accuracy for the latency of the gates")
+               "tanh.approx (error 5e-4); less accurate functions shorten the latency of the gates")
 
 # approx would be most of the error that float16 may have
 MATH_FOR = {"float32": MATH[:1], "float16": MATH[:2], "bfloat16": MATH}

@@ -35,11 +35,11 @@ UNROLL = 4  # steps along K
 class Tile(Knobs):
     """The knobs of ``fused_step``: the part of a product that one block computes, and how its threads share it."""
 
-    units: int = knob("fewer units a block: more blocks; more: fewer reads of the operands")
-    thread_rows: int = knob("more batch rows a thread: fewer reads of weights, more registers")
-    groups: int = knob("more thread groups over the batch: fewer reads of weights, fewer blocks")
-    split: int = knob("more parts of K: shorter chains of sums, more partial sums to add")
-    depth: int = knob("deeper tiles: fewer barriers, more shared memory")
+    units: int = knob("units in a block. Fewer: more blocks; more: fewer reads of the operands")
+    thread_rows: int = knob("batch rows of a thread. More: fewer reads of weights, but more registers")
+    groups: int = knob("groups of threads over the batch. More: fewer reads of weights, but fewer blocks")
+    split: int = knob("parts of K. More: shorter chains of sums, but more partial sums to add")
+    depth: int = knob("depth of a tile. More: fewer barriers, but more shared memory")
     math: str = knob(MATH_TRADES)
 
     @property

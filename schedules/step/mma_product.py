@@ -27,14 +27,14 @@ SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresse
 
 
 class TileKnobs(Knobs):
-    units: int = knob("fewer units a block: more blocks; more: fewer reads of the state")
-    rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
-    row_warps: int = knob("more warps over weight rows: fewer registers each, state read by each")
-    batch_warps: int = knob("more warps over the batch: fewer registers each, weights read by each")
-    split: int = knob("more warps over K: more loads under way, more partial sums to add")
-    depth: int = knob("deeper stages: fewer barriers, more shared memory and padding")
-    stages: int = knob("more stages hide more latency, for shared memory")
-    layout: str = knob("hidden innermost: writers of new state fill sectors; batch inside blocks: readers do")
+    units: int = knob("units in a block. Fewer: more blocks; more: fewer reads of the state")
+    rows: int = knob("batch rows in a block. Fewer: more blocks; more: fewer reads of weights")
+    row_warps: int = knob("warps over weight rows. More: fewer registers for each, but each reads the state")
+    batch_warps: int = knob("warps over the batch. More: fewer registers for each, but each reads the weights")
+    split: int = knob("warps over K. More: more loads at the same time, but more partial sums to add")
+    depth: int = knob("depth of a stage. More: fewer barriers, but more shared memory and padding")
+    stages: int = knob("stages of the pipeline. More: more latency is hidden, but more shared memory is needed")
+    layout: str = knob("layout of the state. Hidden innermost: writers fill sectors; batch inside blocks: readers do")
     hoisted: str = hoisted_knob()
     math: str = knob(MATH_TRADES)
 

@@ -29,12 +29,12 @@ from ecornn.workload import FEW
 
 
 class StepKnobs(Knobs):
-    units: int = knob("fewer units a block: more blocks; more: fewer reads of x and the state")
-    rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
-    warps: int = knob("more warps that share K: more loads under way, more sums to add")
-    ahead: int = knob("more loads ahead of a warp, for registers")
-    cluster: int = knob("more blocks that read x and the state once for all: less from L2, a copy that is waited for")
-    chained: bool = knob("a launch begins, and reads weights, before the one ahead of it has ended")
+    units: int = knob("units in a block. Fewer: more blocks; more: fewer reads of x and the state")
+    rows: int = knob("batch rows in a block. Fewer: more blocks; more: fewer reads of weights")
+    warps: int = knob("warps that share K. More: more loads at the same time, but more sums to add")
+    ahead: int = knob("loads that a warp issues ahead. More: less waiting, but more registers")
+    cluster: int = knob("blocks that share a read of x and the state. More: fewer reads of L2, but a copy to wait for")
+    chained: bool = knob("true: a launch begins, and reads weights, before the previous launch has ended")
     math: str = knob(MATH_TRADES)
 
 

@@ -128,8 +128,8 @@ def test_exit_codes_of_the_reference():
     (["compile", *LAYER, "-o", "x.so", "--schedule", "magic"], "schedule='magic'"),
     (["compile", *LAYER, "-o", "x.so", "--schedule", "cpu_sequence", "--config", "nope=1"], "a knob of"),
     (["explain", "--cell", "lstm", "--hidden", "8", "--tune"], "--tune"), (["nothing"], "nothing"),
-    (["bench", "none.so"], "none.so"), (["bench", "junk"], "junk"), (["report", "junk"], "is no tuning log"),
-    (["log", "best", "junk"], "is no tuning log"), (["log", "ls", "none.jsonl"], "cannot read"),
+    (["bench", "none.so"], "none.so"), (["bench", "junk"], "junk"), (["report", "junk"], "is not a tuning log"),
+    (["log", "best", "junk"], "is not a tuning log"), (["log", "ls", "none.jsonl"], "cannot read"),
 ])
 def test_code_2_is_one_message_of_what_cannot_be_done(arguments, said, tmp_path):
     (tmp_path / "junk").write_bytes(b"junk\n")
@@ -250,8 +250,9 @@ def test_a_page_for_programs(log):
 
 @pytest.mark.parametrize("arguments, said", [
     (["report", "one.jsonl"], "wrote report.html"), (["log", "merge", "one.jsonl", "-o", "b.jsonl"], "wrote 2 records"),
-    (["log", "import", "one.jsonl"], "2 records added"), (["log", "prune", "one.jsonl"], "1 of 2 records kept"),
-    (["compile", *LAYER, "-o", "m.so"], "wrote m.so"), (["log", "verify", "--target", "cpu", "one.jsonl"], "nothing")])
+    (["log", "import", "one.jsonl"], "added 2 records"), (["log", "prune", "one.jsonl"], "kept 1 of 2 records"),
+    (["compile", *LAYER, "-o", "m.so"], "wrote m.so"),
+    (["log", "verify", "--target", "cpu", "one.jsonl"], "there are no records to measure again")])
 def test_what_was_written_is_no_result(log, arguments, said):
     done = ended(*arguments)
     assert said in done.stderr and not done.stdout

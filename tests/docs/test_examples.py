@@ -1,9 +1,12 @@
 """The examples end to end, as a user runs them: from another folder, with records of their own."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,16 +15,31 @@ from rooms import ROOT
 import ecornn
 
 EXAMPLES = ROOT / "examples"
+SILENCE = 10.0  # seconds that a user waits for a line, at most
+# Stages print a line ten times as often as for a user: a busy machine then delays none of them by SILENCE, and work
+# that is in no stage shows as a gap.
+OFTEN = f"import sys; sys.path.append({str(EXAMPLES)!r}); import stages; stages.EVERY /= 10\n"
+TIMED = re.compile(r"^.+: \d+\.\d s$")
 
 pytestmark = pytest.mark.slow
 
 
 def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, EXAMPLES / script, *arguments], cwd=cwd, capture_output=True, text=True,
-        env=os.environ | {"ECORNN_TUNING_LOGS": str(cwd / "logs"), "CUDA_VISIBLE_DEVICES": ""} | environment)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    """Runs an example; checks that it prints times, and measures its longest silence after the first line."""
+    first = cwd / "sitecustomize.py"  # Python imports it before the example
+    first.write_text(OFTEN + (first.read_text().removeprefix(OFTEN) if first.exists() else ""))
+    with subprocess.Popen(
+        [sys.executable, EXAMPLES / script, *arguments], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env=os.environ | {"ECORNN_TUNING_LOGS": str(cwd / "logs"), "CUDA_VISIBLE_DEVICES": "",
+                                     "PYTHONPATH": f"{cwd}:{os.environ.get('PYTHONPATH', '')}"} | environment
+    ) as process:
+        lines = [(time.monotonic(), line.rstrip("\n")) for line in process.stdout]
+    text = "\n".join(line for _, line in lines)
+    assert process.returncode == code, text
+    assert any(TIMED.match(line) for _, line in lines), text
+    silence, after = max((b - a, line) for (a, line), (b, _) in pairwise(lines))
+    assert silence <= SILENCE, f"silent for {silence:.1f} s after {after!r}"
+    return text
 
 
 def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
@@ -31,7 +49,7 @@ def test_first_run_and_that_it_notices_a_wrong_result(tmp_path: Path):
     assert re.search(r"your GRU of 20 units is \S+ times as fast, and a GRU of 64 units .* \S+ times\.", text)
     (tmp_path / "sitecustomize.py").write_text("import ecornn.numpy_reference as n\n"
                                                "n.STEPS['gru'] = (3, 1, n._gru_reset_before)\n")
-    assert "wrong" in run("00_first_run.py", "gru.so", cwd=tmp_path, code=1, PYTHONPATH=str(tmp_path))
+    assert "wrong" in run("00_first_run.py", "gru.so", cwd=tmp_path, code=1)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +69,7 @@ def test_digits(searched: Path):
 @pytest.mark.exhaustive
 def test_digits_without_pytorch(searched: Path):
     (searched / "torch.py").write_text("raise ImportError('not installed')\n")
-    text = run("01_digits.py", cwd=searched, PYTHONPATH=str(searched))
+    text = run("01_digits.py", cwd=searched)
     assert "This run was finished at" in text
     assert re.search(r"^0 predictions differ from PyTorch's kept results", text, re.MULTILINE)
 
@@ -86,6 +104,15 @@ def test_streaming(tmp_path: Path):
     text = run("10_streaming.py", "--steps", "200", "--hidden", "24", cwd=tmp_path)
     p50, p95, p99 = (float(v) for v in re.search(r"p50 (\S+) us, p95 (\S+) us, p99 (\S+) us", text).groups())
     assert 0 < p50 <= p95 <= p99
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("[01]*.py")), ids=lambda path: path.stem)
+def test_it_states_its_time(path: Path):
+    text = " ".join(path.read_text().split())
+    assert re.search(r"[Oo]n a CPU (?:it takes|they take) (?:a minute|two minutes|three minutes) at most", text)
+    names = [name.id for call in ast.walk(ast.parse(path.read_text())) if isinstance(call, ast.withitem)
+             for name in ast.walk(call.context_expr) if isinstance(name, ast.Name)]
+    assert "stage" in names
 
 
 @pytest.mark.parametrize(("script", "cell"), [("02_own_cell.py", "MinimalGatedUnit"), ("03_more_cells.py", "UGRNN"),

@@ -14,7 +14,9 @@ MARKS = (r"\bnobody\b", r"\bis not allowed; expected\b", r"\bdid not settle\b", 
          r"\bthat [\w.]+ has not[.,;]", r"\b(?:says?|tells?) nothing(?! about)\b",
          r"\bwhat (?:travels|takes the time)\b", r"\bstands? beside\b", r"\bheld against\b", r"\bmakes of an?\b",
          r"\bin turns\b", r"\banew\b", r"\bas ever\b", r"\bcommand goes on\b", r"\bso the row says\b",
-         r"\bleaves over\b", r"\bsays? of (?:it|them)(?:sel\w+)?\b")
+         r"\bleaves over\b", r"\bsays? of (?:it|them)(?:sel\w+)?\b", r"\b(?:an? state|states?|sums) travels?\b",
+         r"\brows are apart\b", r"\bExit code \d+ where\b", r"(?<=[.|] )(?-i:Made by|Where nothing)\b",
+         r"\bwhen all is there\b", r"\b(?-i:Of) equally\b", r"\bstepped together\b", r"\bsays of every\b")
 GENERATED = r"^<!-- ([\w-]+): (?:begin|written by [^>]+) -->$.*?^<!-- \1: end -->$"
 CODE = r"^```.*?^```|^ {4}[^\n]*$|`[^`\n]+`"
 WORDS = (ROOT / "benchmarks" / "notes" / "words.md").read_text()

@@ -55,7 +55,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     monkeypatch.delenv("ECORNN_WAIT")
     monkeypatch.setattr(compiling, "_compilers", found)
     monkeypatch.setattr(compiling, "_jobs", {})
-    monkeypatch.setattr(compiling, "_told", [])
+    monkeypatch.setattr(module_cache, "_told", set())
     compiling.outcomes.clear()
     yield found
     compiling.outcomes.clear()

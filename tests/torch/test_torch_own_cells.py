@@ -17,6 +17,7 @@ from torch_values import BACKWARD, close
 
 import ecornn
 import ecornn.torch
+from ecornn.cells.naming import received, spec_of
 from ecornn.errors import ArgumentError, CellError, FallbackError
 from ecornn.torch.kind import cell_of, kind_of, name_of, text_of
 
@@ -127,6 +128,17 @@ def test_a_cell_is_of_any_size_and_has_the_modules_names():
     assert ecornn.torch.cell(lambda x, h: torch.tanh(h), input_size=3, hidden_size=3).parameters(3, 3) == {}
 
 
+def test_a_cell_can_be_tuned_where_it_is_made():
+    """The tuner's processes read its pickle, also that of a module which only this function has."""
+    class Local(MGU):
+        pass
+
+    cell = ecornn.torch.cell(Local(I, H))
+    found = received(spec_of(cell))
+    assert found is not cell and found.identity() == cell.identity() and copy.deepcopy(cell) is cell
+    assert all(torch.equal(a, b) for a, b in zip(found.weights().values(), cell.weights().values(), strict=True))
+
+
 class Wrong(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,22 +148,22 @@ class Wrong(nn.Module):
 
 
 FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
-    "cumsum": (lambda m, x, h: torch.cumsum(m.lin(h), -1), "cumsum: not an operator of a step; there are products"),
-    "batch": (lambda m, x, h: m.lin(h).chunk(2)[0], "split_with_sizes: along the batch, whose rows are apart"),
-    "mean": (lambda m, x, h: h - h.mean(0), "mean: over the batch, whose rows are apart in a cell"),
-    "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3)"),
-    "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: places 0 to 1 of an axis of 3"),
-    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is not a multiple of H = 11"),
-    "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 11"),
-    "unit": (lambda m, x, h: m.lin(h)[:, 3], "a unit cannot be read by itself"),
+    "cumsum": (lambda m, x, h: torch.cumsum(m.lin(h), -1), "cumsum: a step cannot use this operator. It can"),
+    "batch": (lambda m, x, h: m.lin(h).chunk(2)[0], "split_with_sizes: a part of the batch; a cell computes each row"),
+    "mean": (lambda m, x, h: h - h.mean(0), "mean: a reduction over the batch; a cell computes each row"),
+    "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, with the shape (B, 3)"),
+    "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: indices 0 to 1 of an axis of 3"),
+    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows; expected a multiple of H = 11"),
+    "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: indices 0 to 3 of an axis of 11"),
+    "unit": (lambda m, x, h: m.lin(h)[:, 3], "a cell cannot read a single unit"),
     "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "use torch.where instead of a branch"),
     "item": (lambda m, x, h: h * m.scale.item(), "depends on the values of a tensor"),
     "random": (lambda m, x, h: F.dropout(h, 0.5), "a step that draws random numbers cannot be a cell"),
-    "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [13] beside tensors"),
+    "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [13]; expected only tensors"),
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
     "rows alike": (lambda m, x, h: h + m.scale * torch.arange(len(h))[:, None], "differs between rows of the batch"),
-    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read")}
+    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: it depends on x alone, and in")}
 NO_LINE = ("number", "returned")
 
 

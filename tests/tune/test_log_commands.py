@@ -78,7 +78,7 @@ def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
     with theirs.open("ab") as file:
         file.write(b'{"kind":"trial","v":9}\nnot json\n')
     output = run("log", "merge", mine, theirs, "-o", out)
-    assert f"kept out {theirs}:2: conflicts with {mine}:2" in output and output.count("kept out") == 1
+    assert f"left out {theirs}:2: conflicts with {mine}:2" in output and output.count("left out") == 1
     assert f"skipped {theirs}:5: version 9" in output and f"skipped {theirs}:6: " in output
     found = [line.record for line in read(out).lines]
     assert [type(r).__name__ for r in found] == ["Start", *["Trial"] * 4, "Finish"] and found[1].times.median == 2.0
@@ -92,17 +92,17 @@ def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
 
 def test_import_adds_what_is_new_to_the_users_folder(folder, path):  # noqa: F811
     append(path, start(), trial(time=DAY), finish())
-    assert "3 records added" in run("log", "import", path) and "0 records added" in run("log", "import", path)
+    assert "added 3 records" in run("log", "import", path) and "added 0 records" in run("log", "import", path)
     append(path, trial(index=1, time=DAY))
     append(folder / "imported.jsonl", *[trial(time=DAY)] * 3)  # which were there twice
-    assert run("log", "import", path).startswith("1 records added") and len(read(folder / "imported.jsonl").lines) == 4
+    assert run("log", "import", path).startswith("added 1 records") and len(read(folder / "imported.jsonl").lines) == 4
     assert "persistent" in run("log", "best")
 
 
 @pytest.mark.parametrize("command", [("ls",), ("best",), ("stats",), ("import",), ("merge", "-o", "out.jsonl")])
 def test_what_is_no_log_is_neither_listed_nor_merged(command, folder, tmp_path):  # noqa: F811
     (tmp_path / "readme.md").write_text("# no log\n")
-    assert "is no tuning log" in run("log", *command, "readme.md", code=2)
+    assert "is not a tuning log" in run("log", *command, "readme.md", code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["readme.md"]
 
 
@@ -136,7 +136,7 @@ def test_the_best_are_a_short_table(folder, path):  # noqa: F811
     append(path, *(structs.replace(timed(n, run=f"r-{n}", workload=work), time=f"2026-02-{n:02}T12:00:00Z")
                    for n, work in enumerate(of, 1)))
     head, *rows, rest = run("log", "best", path).splitlines()
-    assert head.split() == ["layer", "device", "µs/step", "schedule"] and rest == "2 more: --all"
+    assert head.split() == ["layer", "device", "µs/step", "schedule"] and rest == "there are 2 more; --all prints them"
     assert [row.partition("  ")[0] for row in rows] == [str(work) for work in of[:1:-1]]  # the latest
     assert len(run("log", "best", path, "--all").splitlines()) == len(from_json("log", "best", path)) == ROWS + 2
     append(folder / "mine.jsonl", timed(4.0, run="old-1", workload=of[0]))
@@ -144,7 +144,7 @@ def test_the_best_are_a_short_table(folder, path):  # noqa: F811
 
 
 def test_what_is_exported_is_ones_own(folder, tmp_path):  # noqa: F811
-    assert "no records to export; make some with" in run("log", "export", "-o", tmp_path / "none.jsonl", code=2)
+    assert "there are no records to export; to make" in run("log", "export", "-o", tmp_path / "none.jsonl", code=2)
     h200 = structs.replace(H100, name="NVIDIA H200")
     for name, record in (("mine.jsonl", timed(3.0, run="ab-1")), ("mine.jsonl", timed(4.0, run="ab-2", device=h200)),
                          ("imported.jsonl", timed(5.0, run="ab-3"))):
@@ -159,7 +159,7 @@ def test_what_is_exported_is_ones_own(folder, tmp_path):  # noqa: F811
     assert sorted(exported("--since", "2026-01-31")) == ["ab-1", "ab-2"]
     for options in (("--since", "2026-02-01"), ("--device", "A100")):
         said = run("log", "export", *options, "-o", tmp_path / "none.jsonl", code=2)
-        assert "no records to export of such runs; there are runs on NVIDIA H100" in said and "H200 (sm_90a)" in said
+        assert "there are no such records to export; there are runs on NVIDIA H100" in said and "H200 (sm_90a)" in said
 
 
 def test_logs_for_programs(log, folder, tmp_path):  # noqa: F811
@@ -188,7 +188,7 @@ def test_verify_says_the_median_of_an_even_number(path, monkeypatch):
     monkeypatch.setattr("ecornn.tune.selection.sample", lambda lines, *_: (lines, {}))
     monkeypatch.setattr("ecornn.tune.selection.verify", lambda lines, _: [
         Check(line, Outcome(Times.of([now[line.record.workload.hidden]]))) for line in lines])
-    assert "2 of 2 hold within 10%, median drift +2.5%" in run("log", "verify", path)
+    assert "2 of 2 times hold within 10%, median drift +2.5%" in run("log", "verify", path)
 
 
 @pytest.mark.slow
@@ -196,12 +196,12 @@ def test_verify_measures_again_and_reports_drift(folder, tmp_path):  # noqa: F81
     run("tune", *LAYER, "--trials", "3")
     (path,) = folder.glob("*.jsonl")
     output = run("log", "verify", path, "--tolerance", "100000", "--target", "cpu")
-    assert "1 of 1 hold within 100000%" in output and "µs/step, " in output
+    assert "1 of 1 times hold within 100000%" in output and "µs/step, " in output
     drifted = tmp_path / "drifted.jsonl"
     append(drifted, trial(), *(  # of a GPU
         structs.replace(t, times=Times.of([t.times.median / 50])) for t in read(path).trials() if t.times))
     output = run("log", "verify", drifted, "--target", "cpu", code=1)
-    assert "DRIFTED" in output and "1 left out, of another device" in output and "0 of 1 hold" in output
+    assert "DRIFTED" in output and "left out 1 of another device" in output and "0 of 1 times hold" in output
 
 
 def test_what_a_newer_program_wrote_is_not_lost(folder, path, tmp_path):  # noqa: F811
@@ -213,7 +213,7 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, path, tmp_path):  # noqa
         file.write(newer + b"not json\n")
     output = run("log", "import", path)
     assert "imported.jsonl:4: version 7" in output and "imported.jsonl:5: " in output
-    assert "1 damaged lines are dropped, 1 of a newer ecornn stay" in output
+    assert "the file loses damaged lines (1) and keeps those of a newer ecornn (1)" in output
     run("log", "prune", target)
     assert target.read_bytes().endswith(newer) and len(read(target).lines) == 3
     run("log", "prune", target, target, "-o", tmp_path / "pruned.jsonl")
@@ -263,12 +263,12 @@ def test_prune_keeps_the_fastest_and_runs_under_way(path, tmp_path):
     append(path, start(), *(timed(1.0 + i, index=i, revision=now, config={"k": i}) for i in range(9)),
            timed(0.5, index=9, revision=now - 1, config={"k": 0}), failed(index=10),
            structs.replace(finish(), trials=11), start("cd-1"), failed("build: no", run="cd-1"))
-    assert "7 of 15 records kept" in run("log", "prune", path, "--keep", "3")
+    assert "kept 7 of 15 records" in run("log", "prune", path, "--keep", "3")
     log = read(path)
     assert [t.config["k"] for t in log.trials() if t.run == "ab-1"] == [0, 1, 2]
     assert [t.revision for t in log.trials() if t.run == "ab-1"] == [now] * 3  # the stale copy is gone
     assert [t.error for t in log.trials() if t.run == "cd-1"] == ["build: no"]
-    assert "7 of 7 records kept" in run("log", "prune", path, "--keep", "3") and not list(tmp_path.glob(".*"))
+    assert "kept 7 of 7 records" in run("log", "prune", path, "--keep", "3") and not list(tmp_path.glob(".*"))
 
 
 def test_prune_keeps_a_finished_run_that_goes_on(path):
@@ -278,15 +278,15 @@ def test_prune_keeps_a_finished_run_that_goes_on(path):
     whole = path.read_bytes()
     append(path, *trials(4, 7))  # in the same second
     assert "1 runs (0 finished)" in run("log", "ls", path)
-    assert "9 of 9 records kept" in run("log", "prune", path, "--keep", "1")
+    assert "kept 9 of 9 records" in run("log", "prune", path, "--keep", "1")
     append(path, structs.replace(finish(), trials=7))
     assert "1 runs (1 finished)" in run("log", "ls", path)
-    assert "4 of 10 records kept" in run("log", "prune", path, "--keep", "1")
+    assert "kept 4 of 10 records" in run("log", "prune", path, "--keep", "1")
 
     path.write_bytes(whole)  # pruned before it goes on, it has fewer trials than its finish counts
-    assert "3 of 6 records kept" in run("log", "prune", path, "--keep", "1")
+    assert "kept 3 of 6 records" in run("log", "prune", path, "--keep", "1")
     append(path, *trials(4, 6, "2026-01-31T13:00:00Z"))
-    assert "5 of 5 records kept" in run("log", "prune", path, "--keep", "1")
+    assert "kept 5 of 5 records" in run("log", "prune", path, "--keep", "1")
 
 
 @given(logs, st.integers(1, 4))
@@ -304,7 +304,7 @@ def test_stats_say_what_there_is(path):
     assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output
     append(path, failed("build: \x1b]0;title\x07 of 3\nmore", index=2))
     assert "1 failed: build: ?]0;title? of 3\n" in run("log", "stats", path)
-    assert "1 failed: run: wrong output: 3" in output and "2.00x in the median of 1 runs" in output
+    assert "1 failed: run: wrong output: 3" in output and "is 2.00 times as fast as the untuned" in output
 
 
 def test_a_log_is_rewritten_whole_or_not_at_all(path, tmp_path):
