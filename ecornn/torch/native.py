@@ -43,7 +43,7 @@ SMALL = 1 << 18  # elements of weights on a CPU: to pack more each time takes lo
 
 
 def parts_of_library() -> dict[str, Any]:
-    """What :func:`ecornn.build.link.package_library` makes the library of."""
+    """The arguments with which :func:`ecornn.build.link.package_library` makes the library."""
     folder = Path(torch.__file__).parent
     flags = ("-std=c++20", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     return {"source": "torch/native.cc",

@@ -96,7 +96,7 @@ MAY_IMPORT["module_cache"] = {"boundary", "build", "compiler", "errors", "layer_
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
 MAY_IMPORT["torch"] = {"analysis", "bench", "boundary", "build", "cells", "dtypes", "errors", "heartbeat",
                        "interpreter", "interrupts", "layer_spec", "module_cache", "notebook", "program", "runtime",
-                       "worker", "workload"}
+                       "temporary", "worker", "workload"}
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}
 MAY_IMPORT["onnx"] = {"boundary", "cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
