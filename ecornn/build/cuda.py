@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -35,17 +37,22 @@ def generate(program: Program, device: Device) -> Generated:
     """Machine code and host code of a CUDA program. ``emitted``: ``tir`` (as the schedule made it), ``cuda``
     (:func:`readable`), ``ptx``. Raises :class:`BuildError` where a function is no single kernel, its parameters or
     launch are not the program's, or a compiler fails."""
-    lowered, (launched, made) = _lower(program, device.arch), as_launched(program)
-    kernels, groups = _kernels(launched, lowered, made), _groups(launched, lowered, made)
-    kernels |= {name: replace(kernels[name], image=number) for number, (names, _) in enumerate(groups)
-                for name in names if name in kernels}
-    sources = [text for _, text in groups]
-    if packs(program):
-        kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(sources))
-        sources += texts("pack_weights.cu").values()
-    host = host_program(launched, kernels, device.arch)
-    with at_the_same_time(len(sources)) as threads:  # that wait for compilers
-        compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), sources))
+    (launched, made), arch = as_launched(program), device.arch
+    # a compiler works on what has been lowered while the rest is
+    with at_the_same_time(len(program.functions) + 1) as compilers, _lowering(program, arch) as lowered:
+        pack = [compilers.submit(compile_cubin, text, arch) for text in texts("pack_weights.cu").values()
+                if packs(program)]
+        groups, apart = _groups(lowered, made)
+        last = [compilers.submit(compile_cubin, text, arch) for text in apart.values()]
+        first = [compilers.submit(compile_cubin, _whole(launched, [lowered[name]() for name in names], ofs), arch)
+                 for names, ofs in groups]
+        kernels = _kernels(launched, [one() for one in lowered.values()], made)
+        for image, names in enumerate([*([*names, *ofs] for names, ofs in groups), *([name] for name in apart)]):
+            kernels |= {name: replace(kernels[name], image=image) for name in names if name in kernels}
+        if pack:
+            kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(groups) + len(apart))
+        host = host_program(launched, kernels, arch)
+        compiled = [one.result() for one in (*first, *last, *pack)]
     used = {symbol: report for _, each in compiled for symbol, report in each.items()}
     return Generated(
         shared=host_sources(), program=host,
@@ -61,32 +68,31 @@ def host_sources() -> dict[str, str]:
     return texts(*FILES)
 
 
-def _groups(launched: Program, lowered: list[_Lowered],
-            made: Mapping[str, OneKernel]) -> list[tuple[list[str], str]]:
-    """The functions whose kernels are compiled together, and their source: :data:`TOGETHER` at most, but for the parts
-    of one of those ``made``. The projection is as good as the same for all configurations of a workload, so it is
-    compiled apart, unless that takes less than starting the compiler, or it is a part of another kernel."""
+def _groups(lowered: Mapping[str, Callable[[], _Lowered]],
+            made: Mapping[str, OneKernel]) -> tuple[list[tuple[list[str], dict[str, OneKernel]]], dict[str, str]]:
+    """The functions that are compiled together, :data:`TOGETHER` at most, but for the parts of one of those ``made``,
+    each group with those; and the sources of those compiled alone. The projection is as good as the same for all
+    configurations of a workload, so it is compiled apart, unless that takes less than starting the compiler, or it is a
+    part of another kernel."""
     parts = _parts(made)
-    texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
-                if PROJECTION in one.name and one.name not in parts]
-    apart = [(group, text) for group, text in texts_of if len(text) >= LARGE]
-    alone = [one for group, _ in apart for one in group]
-    # kernels that stay together, and what is made of them
-    units: list[tuple[list[_Lowered], dict[str, OneKernel]]] = [([one], {}) for one in lowered if one not in alone]
+    projections = [lowered[name]() for name in lowered if PROJECTION in name and name not in parts]
+    texts_of = {one.name: _kept(one.key, partial(_source, [one.code], one.key[1])) for one in projections}
+    apart = {name: text for name, text in texts_of.items() if len(text) >= LARGE}
+    # functions that stay together, and what is made of them
+    units: list[tuple[list[str], dict[str, OneKernel]]] = [([name], {}) for name in lowered if name not in apart]
     for name, one_kernel in made.items():
         wanted = {launch.function for launch in one_kernel.launches}
-        mine = [unit for unit in units if any(one.name in wanted for one in unit[0])]
+        mine = [unit for unit in units if not wanted.isdisjoint(unit[0])]
         units = [unit for unit in units if unit not in mine]
-        units.append(([one for kernels, _ in mine for one in kernels],
+        units.append(([one for names, _ in mine for one in names],
                       {n: of for _, ofs in mine for n, of in ofs.items()} | {name: one_kernel}))
-    groups: list[tuple[list[_Lowered], dict[str, OneKernel]]] = []
-    for kernels, ofs in units:
-        if not groups or len(groups[-1][0]) + len(kernels) > TOGETHER:
+    groups: list[tuple[list[str], dict[str, OneKernel]]] = []
+    for names, ofs in units:
+        if not groups or len(groups[-1][0]) + len(names) > TOGETHER:
             groups.append(([], {}))
-        groups[-1][0].extend(kernels)
+        groups[-1][0].extend(names)
         groups[-1][1].update(ofs)
-    sources = [([*(one.name for one in kernels), *ofs], _whole(launched, kernels, ofs)) for kernels, ofs in groups]
-    return sources + [([one.name for one in group], text) for group, text in apart]
+    return groups, apart
 
 
 def _whole(launched: Program, lowered: list[_Lowered], made: Mapping[str, OneKernel], readable: bool = False) -> str:
@@ -136,28 +142,39 @@ class _Lowered:
 
 
 def _lower(program: Program, arch: str) -> list[_Lowered]:
+    with _lowering(program, arch) as lowered:
+        return [one() for one in lowered.values()]
+
+
+@contextlib.contextmanager
+def _lowering(program: Program, arch: str) -> Iterator[dict[str, Callable[[], _Lowered]]]:
+    """The program's functions while they are being lowered, projections first, as the largest of all kernels; each is
+    waited for when it is called."""
     import tvm_ffi
 
     if not program.functions:
         raise BuildError("the program has no functions")
-    lowered, structure = [], cast(Any, tvm_ffi.StructuralKey)
+    structure = cast(Any, tvm_ffi.StructuralKey)
     # Equal structure says nothing of names, which tell a kernel's parameters apart.
-    keys = [(name, arch, tuple(p.name for p in function.params), structure(function))
-            for name, function in program.functions.items()]
-    codes = {key: _latest[key] for key in keys if key in _latest}
-    # TVM releases Python's lock, but threads contend for the reference counts of what they share: 16 of them take as
-    # long as two do, and five times the CPU
-    with at_the_same_time(min(2, at_once())) as threads:
-        lowering = {key: threads.submit(_pipeline, key[0], function, arch)
-                    for key, function in zip(keys, program.functions.values(), strict=True) if key not in codes}
-        codes |= {key: _kept(key, one.result) for key, one in lowering.items()}
-    for key, (name, function) in zip(keys, program.functions.items(), strict=True):
-        code = codes[key]
+    keys = {name: (name, arch, tuple(p.name for p in function.params), structure(function))
+            for name, function in program.functions.items()}
+    known = {name: _latest[key] for name, key in keys.items() if key in _latest}
+
+    @functools.cache
+    def lowered(name: str) -> _Lowered:
+        function, key = program.functions[name], keys[name]
+        code = known[name] if name in known else _kept(key, lowering[name].result)
         kernel = _kernel(program, name, function, code)
         explicit = (function.attrs or {}).get("tirx.noalias")
         restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)
-        lowered.append(_Lowered(name, kernel, code.with_attr("tirx.noalias", restrict), (*key, restrict)))
-    return lowered
+        return _Lowered(name, kernel, code.with_attr("tirx.noalias", restrict), (*key, restrict))
+
+    # TVM releases Python's lock, but threads contend for the reference counts of what they share: 16 of them take as
+    # long as two do, and five times the CPU
+    with at_the_same_time(min(2, at_once())) as threads:
+        lowering = {name: threads.submit(_pipeline, name, program.functions[name], arch)
+                    for name in sorted(keys, key=lambda name: PROJECTION not in name) if name not in known}
+        yield {name: partial(lowered, name) for name in program.functions}
 
 
 _latest: dict[Any, Any] = {}  # 64 at most

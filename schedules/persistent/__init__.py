@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
+from typing import Any, NamedTuple
 
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
@@ -41,7 +42,19 @@ DOUBT = 1.1  # what a cluster must be expected to gain: the two estimates have e
 HELD = 160 << 10  # bytes of weights of a block of a cluster; with more, the share in registers is worth finer steps
 FEWEST = "rare"  # fences; without any, the only value
 UNWRITTEN = 0xFF  # bytes of a sentinel
+ROUNDED = 1 - 1e-9  # of a bound that is no bound by its last digits
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
+
+
+class _Shape(NamedTuple):
+    config: Config  # with all weights in registers, and the product with x ahead
+    plan: PersistentPlan  # the whole one
+    registers: tuple[Any, ...]  # values of that knob
+    beside: bool  # whether the product with x may run beside the recurrence
+
+
+def _doubt(config: Config) -> float:
+    return DOUBT if config["carrier"] == "cluster" else 1
 
 
 class Persistent(SearchedSchedule[PersistentPlan]):
@@ -168,14 +181,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
     @staticmethod
     def _idle_warps(task: Task, knobs: PersistentKnobs) -> str | None:
         """None, or the reason why ``warps`` are too many for the products, or too many beside ``gate_warps``."""
-        w, units, gate_threads = task.workload, knobs.units, 32 * knobs.gate_warps
-        heads, warps, rows = most_heads(task.graph), knobs.warps, ceil_div(w.batch, knobs.groups)
-        of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
-        lanes = plans.lanes_of(units) if task.graph.statistics else units
+        w, units, gate_threads, warps = task.workload, knobs.units, 32 * knobs.gate_warps, knobs.warps
+        rows, threads = ceil_div(w.batch, knobs.groups), gate_threads + 32 * warps
         if threads > 1024:
             return f"a block would have {threads} threads; at most 1024 are possible"
-        if threads % 128 and lanes * rows > gate_threads:
+        if threads % 128 and (plans.lanes_of(units) if task.graph.statistics else units) * rows > gate_threads:
             return "another gate warp would cost no registers, which four warps get at a time, and would have work"
+        heads = most_heads(task.graph)
+        of_state = words(w.hidden // heads, w.dtype)
         if (warps - 1) * ceil_div(of_state, PAIR * warps) * PAIR >= of_state:
             return "a product warp would have no work"
         if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
@@ -238,15 +251,25 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def search(self, task: Task) -> Config | None:
-        found: tuple[float, Config] | None = None
-        for cost, config in self.cuts(task):
-            cost *= DOUBT if PersistentKnobs(config).carrier == "cluster" else 1
-            if (found is None or cost < found[0]) and self.check(task, config) is None:
-                found = cost, config
-        return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
+        """The best of :meth:`cuts`, the first of several; those are left out that cannot be it."""
+        found: tuple[float, int, Config] | None = None
+        for least, number, shape in sorted((self._least(task, shape), n, shape)
+                                           for n, shape in enumerate(self._shapes(task))):
+            if found is not None and least > found[0]:
+                break
+            for cost, config in self._cuts_of(task, shape):
+                cost *= _doubt(config)
+                if (found is None or (cost, number) < found[:2]) and self.check(task, config) is None:
+                    found = cost, number, config
+        return None if found is None else {**found[2], "hoisted": preferred(task, found[0], once=True)}
 
     def cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
         """Estimate and configuration of each cut with most weights in registers; with workers some may not be valid."""
+        for shape in self._shapes(task):
+            yield from self._cuts_of(task, shape)
+
+    def _shapes(self, task: Task) -> Iterator[_Shape]:
+        """The cuts but for what of the weights is in registers, and for workers."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         few = task.workload.batch == 1 or task.graph.statistics
         for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):
@@ -257,20 +280,30 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 continue
             gates = [n for n in knobs["gate_warps"]
                      if self._idle_gates(task, PersistentKnobs({**placed, "gate_warps": n})) is None]
-            for interleave, warps, gate_warps in product(knobs["interleave"], knobs["warps"], gates):
+            filled = [n for n in knobs["interleave"] if int(units) % plans.unit_step(task, int(n)) == 0]
+            for interleave, warps, gate_warps in product(filled, knobs["warps"], gates):
                 shape: Config = {**placed, "interleave": interleave, "warps": warps, "gate_warps": gate_warps}
-                of = PersistentKnobs(shape)
-                if of.units % plans.unit_step(task, of.interleave) or self._idle_warps(task, of):
-                    continue
-                for registers in knobs["registers"]:
-                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100, **rest}
-                    plan = self.plan(task, cut)
-                    if self._crowded(task, plan) is not None:
-                        continue
-                    for ahead in best_ahead(task, plan) if carrier == "l2" and len(knobs["ahead"]) > 1 else (100,):
-                        config = {**cut, "ahead": ahead}
-                        yield estimate(task, plan if ahead == 100 else self.plan(task, config)), config
-                    break
+                if self._idle_warps(task, PersistentKnobs(shape)) is None:
+                    config: Config = {**shape, "chains": 1, "registers": 100, "ahead": 100, **rest}
+                    yield _Shape(config, plans.whole(task, PersistentKnobs(config)), knobs["registers"],
+                                 carrier == "l2" and len(knobs["ahead"]) > 1)
+
+    def _least(self, task: Task, shape: _Shape) -> float:
+        """A bound of all that :meth:`_cuts_of` finds."""
+        plan = shape.plan._replace(ahead=0) if shape.beside else shape.plan
+        return estimate(task, plan) * _doubt(shape.config) * ROUNDED
+
+    def _cuts_of(self, task: Task, shape: _Shape) -> Iterator[tuple[float, Config]]:
+        limit = register_limit(task.device, shape.plan.block_threads)
+        for registers in shape.registers:
+            if plans.fewest_registers(shape.plan, registers) > limit:
+                continue
+            plan, cut = plans.placed(task, shape.plan, registers), {**shape.config, "registers": registers}
+            if self._crowded(task, plan) is None:
+                for ahead in best_ahead(task, plan) if shape.beside else (100,):
+                    config = {**cut, "ahead": ahead}
+                    yield estimate(task, plan if ahead == 100 else self.plan(task, config)), config
+                return
 
     def features(self, task: Task, plan: PersistentPlan) -> dict[str, float]:
         return {

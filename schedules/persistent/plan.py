@@ -275,6 +275,12 @@ def lanes_of(units: int) -> int:
 
 def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
     """The plan of a configuration, or with other ``chains`` or ``ahead``; it need not fit, ``check`` says that."""
+    return placed(task, whole(task, knobs, chains, ahead), knobs.registers)
+
+
+def whole(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
+    """The plan with all weights in registers and one turn of polling, whether or not there is room: no step takes less
+    time, whatever ``registers`` is, which is not read."""
     w = task.workload
     chains, ahead = chains or knobs.chains, knobs.ahead if ahead is None else ahead
     groups, units, warps, graph = knobs.groups, knobs.units, knobs.warps, task.graph
@@ -284,11 +290,10 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         gates, exchanged = ceil_div(len(phase.products), interleave) * interleave, columns_of(phase, w.hidden)
         warp_pairs = ceil_div(ceil_div(words(exchanged, w.dtype), PAIR), warps)
         pairs = operands * warp_pairs
-        registers = ceil_div(pairs * knobs.registers, 100)
-        phases.append(PhasePlan(gates, interleave, operands, warp_pairs, registers, 0, pairs, exchanged))
+        phases.append(PhasePlan(gates, interleave, operands, warp_pairs, pairs, 0, pairs, exchanged))
     rows, blocks, groups = ceil_div(w.batch, groups), ceil_div(w.hidden // heads, units), groups * heads
     cluster = knobs.carrier == "cluster"
-    plan = PersistentPlan(
+    return PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
         units=units, rows=rows, warps=warps, gate_warps=knobs.gate_warps, chains=chains, ahead=ahead,
         workers=0 if ahead == 100 else task.device.cores - groups * blocks, fences="rare" if cluster else knobs.fences,
@@ -296,7 +301,13 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         kept=len(graph.states) + 2 * len(graph.hoisted_outputs) + mask_values(task) + 4 * len(graph.statistics)
         + 4 * len(graph.hoisted_statistics) + (sum(len(p.products) for p in graph.product_phases) if w.weights else 0),
         phases=tuple(phases), knobs=knobs, heads=heads)
-    pair_bytes = [4 * plan.warps * p.octets(units) * plan.octet_words for p in phases]
+
+
+def placed(task: Task, plan: PersistentPlan, registers: int) -> PersistentPlan:
+    """The :func:`whole` plan with ``registers`` percent of the weights in registers, and the rest where there is room;
+    as many pairs are polled at a time as registers and code allow."""
+    phases = _in_registers(plan, registers)
+    pair_bytes = [4 * plan.warps * p.octets(plan.units) * plan.octet_words for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
     room = max(0, task.device.shared - plan.shared)
     if sum(needed) <= room:
@@ -313,6 +324,16 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         phases = [p._replace(polled_pairs=ceil_div(p.polled_pairs, 2)) for p in phases]
         plan = plan._replace(phases=tuple(phases))
     return plan
+
+
+def fewest_registers(plan: PersistentPlan, registers: int) -> int:
+    """The registers that no plan of :func:`placed` goes below, found sooner than one of these."""
+    return plan._replace(phases=tuple(p._replace(shared_pairs=p.pairs - p.register_pairs, polled_pairs=1)
+                                      for p in _in_registers(plan, registers))).registers
+
+
+def _in_registers(plan: PersistentPlan, registers: int) -> list[PhasePlan]:
+    return [p._replace(register_pairs=ceil_div(p.pairs * registers, 100)) for p in plan.phases]
 
 
 def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) -> PhasePlan:
