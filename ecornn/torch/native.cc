@@ -117,11 +117,10 @@ struct Call {
   explicit Call(Description& from)
       : entry(reinterpret_cast<Entry>(from.next())), bases(from.list()), offsets(from.list()) {}
 
-  bool operator()(const Numbers& at) const {
-    std::vector<Any> arguments(bases.size());
-    for (size_t n = 0; n < bases.size(); ++n) arguments[n] = {INTEGER, 0, at[bases[n]] + offsets[n]};
-    Any result{};
-    return entry(nullptr, arguments.data(), static_cast<int32_t>(arguments.size()), &result) == 0;
+  std::vector<Any> arguments(const Numbers& at) const {
+    std::vector<Any> made(bases.size());
+    for (size_t n = 0; n < bases.size(); ++n) made[n] = {INTEGER, 0, at[bases[n]] + offsets[n]};
+    return made;
   }
 };
 
@@ -190,9 +189,11 @@ struct Step {
   int64_t packs() const { return shared->packs + shared->packed_here; }
 
   bool run(const Call& call, const Numbers& at) const {
+    auto arguments = call.arguments(at);
+    Any result{};
     ++shared->busy_here;
     void* thread = keeps_lock ? nullptr : PyEval_SaveThread();
-    bool well = call(at);
+    bool well = call.entry(nullptr, arguments.data(), static_cast<int32_t>(arguments.size()), &result) == 0;
     if (thread) PyEval_RestoreThread(thread);
     --shared->busy_here;
     return well;

@@ -82,8 +82,13 @@ class Library:
         return self.functions
 
     def wanted(self) -> bool:
-        return (os.environ.get(VARIABLE) != "0" and cache.folder() is not None
-                and not sysconfig.get_config_var("Py_GIL_DISABLED"))  # its lock guards what C++ shares with Python
+        """Tells whether this process may have the library: from a cache, since it takes too long to compile each time,
+        and in a Python with a global lock, which guards what C++ and Python share."""
+        folder = cache.folder()
+        if os.environ.get(VARIABLE) == "0" or folder is None or sysconfig.get_config_var("Py_GIL_DISABLED"):
+            return False
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        return os.access(there, os.W_OK)
 
     def run(self, worker: Worker) -> None:
         """Compiles the library in a worker process, and loads it. Raises nothing: there is none, if that fails."""

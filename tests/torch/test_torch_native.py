@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -258,3 +259,13 @@ def test_without_a_compiler_steps_go_by_python(monkeypatch: pytest.MonkeyPatch) 
     fresh = native.Library()
     fresh.run(Fails())  # type: ignore[arg-type]
     assert fresh.functions is None and fresh() is None
+
+
+def test_nothing_is_compiled_without_a_cache_that_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh, new = native.Library(), tmp_path / "not" / "yet"
+    monkeypatch.setenv("ECORNN_CACHE", str(new))
+    assert fresh.wanted()
+    monkeypatch.setattr(native.os, "access", lambda path, mode: path not in (tmp_path, new))
+    assert not fresh.wanted()
+    monkeypatch.setenv("ECORNN_CACHE", "off")
+    assert not fresh.wanted()
