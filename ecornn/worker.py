@@ -29,7 +29,12 @@ T = TypeVar("T")
 MARK = "ECORNN_WORKER"  # set in workers: a user's script that is imported there must not tune
 PROGRAM = "from ecornn.worker import serve; serve()"
 # Linux may give each session a share: niceness counts within it then, and the session has a niceness of its own
-BEHIND = '(echo "$0" >/proc/self/autogroup) 2>&-; command -v nice >/dev/null && exec nice -n "$0" "$@"; exec "$@"'
+SESSION = '(echo "$0" >/proc/self/autogroup) 2>&-; '
+BEHIND = 'command -v nice >/dev/null && exec nice -n "$0" "$@"; exec "$@"'
+NICEST = 19
+# the niceness of processes that only run where nobody else wants the core, and leave it at once; within the session of
+# their program, or they would only do so for processes of their own
+IDLE = 20
 START_LIMIT = 300.0  # seconds for the first call, which imports TVM or opens the GPU
 MAX_MESSAGE = 64 << 20  # bytes
 
@@ -59,7 +64,7 @@ class WorkerError(EcornnError):
 class Worker:
     """A worker process, started by the first call and after a loss. ``ready`` ("module:function") is called first in a
     new process with ``null``, within ``start_limit`` seconds. ``gpu`` False: it sees no GPU. ``environment``: more
-    variables. ``niceness``: how far it and its children stand behind other programs."""
+    variables. ``niceness``: how far it and its children stand behind other programs; up to 19, or :data:`IDLE`."""
 
     def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None,
                  start_limit: float = START_LIMIT, niceness: int = 0) -> None:
@@ -93,19 +98,27 @@ class Worker:
         with temporary.said():
             self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         lifeline, self.lifeline = os.pipe()
+        apart: Any = {"process_group": 0} if self.in_session() else {"start_new_session": True}
         try:
             self.process = subprocess.Popen(
-                [*self.behind(), sys.executable, "-c", PROGRAM, str(lifeline)],
+                [*self.behind(), sys.executable, "-c", PROGRAM, str(lifeline), *["idle"] * (self.niceness >= IDLE)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
-                start_new_session=True, pass_fds=[lifeline])
+                pass_fds=[lifeline], **apart)
         finally:
             os.close(lifeline)
         if self.stopped:  # by another thread, in the meantime
             self.kill()
 
+    def in_session(self) -> bool:
+        """Tells whether the process stays in its program's session, in a group of its own."""
+        return self.niceness >= IDLE and sys.version_info >= (3, 11)
+
     def behind(self) -> list[str]:
         """The beginning of a command that has this niceness from the start, before Python takes a core."""
-        return ["/bin/sh", "-c", BEHIND, str(self.niceness)] if self.niceness and Path("/bin/sh").exists() else []
+        if not self.niceness or not Path("/bin/sh").exists():
+            return []
+        session = "" if self.in_session() else SESSION
+        return ["/bin/sh", "-c", session + BEHIND, str(min(self.niceness, NICEST))]
 
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:
         """Sends a call and waits for its reply's value."""
@@ -232,8 +245,11 @@ def guard(lifeline: int) -> None:
 
 
 def serve() -> None:
-    """Serves calls until stdin ends; the argument is the lifeline's file descriptor."""
+    """Serves calls until stdin ends. Arguments: the lifeline's file descriptor; ``idle``, if it is to run so."""
     guard(int(sys.argv[1]))
+    if "idle" in sys.argv[2:] and hasattr(os, "SCHED_IDLE"):  # behind the guard, which may have to end it
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what a compiler or a kernel prints must not end up among the replies

@@ -29,7 +29,7 @@ from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
 from ecornn.torch.kind import Kind
-from ecornn.worker import Worker, WorkerError
+from ecornn.worker import IDLE, NICEST, Worker, WorkerError
 from ecornn.workload import FEW, KEEPS
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
@@ -111,9 +111,10 @@ def allows_tf32(kind: str) -> bool:
 
 # -- in the background --------------------------------------------------------------------------
 LIMIT = 3600.0  # seconds of one compilation, which has only the time that others leave
-IDLE = 20.0  # seconds without work after which a worker process ends
+REST = 20.0  # seconds without work after which a worker process ends
 PAUSE = 0.2  # seconds until work in the background begins: it would share Python's global lock with a first call
-NICENESS = 19  # of worker processes: with 14 a program takes 1.1 times as long on two busy cores meanwhile, with 10 1.2
+NICENESS = IDLE  # of worker processes: with 19 programs on two busy cores take up to 1.3 times as long meanwhile
+PATIENCE = 60.0  # seconds that a job may take so; where others leave nothing, its worker starts again with niceness 19
 
 _thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
@@ -151,7 +152,7 @@ class Job:
                 module_cache.hint("compiling in the background, first %s; PyTorch's own layers run until then. "
                                   "To compile ahead, call ecornn.torch.prepare(model, *example)", self.spec)
                 asked = module_cache.Asked.of(self.spec, self.target)
-                entry = worker.call("ecornn.module_cache:compile_for_another", asked, str, LIMIT)
+                entry = behind_others(worker, "ecornn.module_cache:compile_for_another", asked)
                 with _loading:
                     self.outcome = module_cache.from_entry(entry)
             if self.outcome is None:
@@ -181,8 +182,21 @@ class Job:
         return self.outcome
 
 
+def behind_others(worker: Worker, function: str, argument: Any) -> str:
+    """The text that a function of a worker process returns. Raises :class:`~ecornn.worker.WorkerError`."""
+    begin = time.monotonic()
+    if worker.niceness >= IDLE:
+        try:
+            return worker.call(function, argument, str, PATIENCE)
+        except WorkerError:
+            if time.monotonic() < begin + PATIENCE:
+                raise
+            worker.niceness = NICEST
+    return worker.call(function, argument, str, LIMIT)
+
+
 class Compilers:
-    """Worker processes that compile layers, ``niceness`` behind others, for :data:`IDLE` seconds without work."""
+    """Worker processes that compile layers, ``niceness`` behind others, for :data:`REST` seconds without work."""
 
     def __init__(self, processes: int, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -199,7 +213,7 @@ class Compilers:
     def _serve(self, worker: Worker) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=IDLE)
+                job = self._jobs.get(timeout=REST)
             except queue.Empty:
                 worker.kill()
                 job = self._jobs.get()

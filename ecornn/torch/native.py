@@ -93,7 +93,7 @@ class Library:
     def run(self, worker: Worker) -> None:
         """Compiles the library in a worker process, and loads it. Raises nothing: there is none, if that fails."""
         try:
-            entry = worker.call("ecornn.build.link:package_library_file", parts_of_library(), str, compiling.LIMIT)
+            entry = compiling.behind_others(worker, "ecornn.build.link:package_library_file", parts_of_library())
             content = cache.read(Path(entry)) if entry else None
             if content is not None:
                 self.functions = load(content)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,17 +24,18 @@ import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError, ScheduleError, ShapeError
 from ecornn.torch import by_address, compiling, snapshot
-from ecornn.worker import WorkerError
+from ecornn.worker import IDLE, WorkerError
 
 
 class Compilers:
+    niceness = 0
+
     def __init__(self) -> None:
         self.asked: list[compiling.Job] = []
         self.fault: Exception | None = None
 
-    def submit(self, spec: Any, target: str) -> compiling.Job:
-        self.asked.append(compiling.Job(spec, target))
-        return self.asked[-1]
+    def submit(self, job: compiling.Job) -> None:
+        self.asked.append(job)
 
     def go(self) -> int:
         """Does all that was asked for, and says how much that was."""
@@ -485,3 +487,35 @@ def test_schedule_errors_go_to_those_who_wait(compilers: Compilers):
         compilers.go()
         ours.wait = True
         refused(ScheduleError, "no schedule serves this", ours, x)
+
+
+def test_compilers_to_whom_others_leave_nothing_start_again_further_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starved:
+        niceness = IDLE
+
+        def call(self, function: str, argument: Any, kind: Any, limit: float) -> str:
+            if self.niceness == IDLE and limit < compiling.LIMIT:
+                time.sleep(limit)
+                raise WorkerError("took longer than that and was stopped", lost=True)
+            if argument == "crash":
+                raise WorkerError("crashed", lost=True)
+            return f"{function} {argument} {self.niceness}"
+
+    monkeypatch.setattr(compiling, "PATIENCE", 0.01)
+    worker: Any = Starved()
+    assert compiling.behind_others(worker, "f", "x") == "f x 19"
+    with pytest.raises(WorkerError, match="crashed"):
+        compiling.behind_others(worker, "f", "crash")
+
+
+def test_what_a_compiler_that_stands_behind_raises_is_raised_at_once() -> None:
+    class Raises:
+        niceness = IDLE
+
+        def call(self, *_: Any) -> str:
+            raise WorkerError("ScheduleError: none", lost=False)
+
+    worker: Any = Raises()
+    with pytest.raises(WorkerError, match="none"):
+        compiling.behind_others(worker, "f", "x")
+    assert worker.niceness == IDLE

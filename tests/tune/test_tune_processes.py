@@ -38,7 +38,7 @@ from ecornn.tune.selection import verify
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Settings, Tuner
-from ecornn.worker import Worker, WorkerError
+from ecornn.worker import IDLE, Worker, WorkerError
 from ecornn.workload import Workload
 
 BEHAVIOURS = "ok", "hang", "crash", "wrong", "raise", "slow_build", "bad_build"
@@ -305,6 +305,20 @@ def test_a_worker_stands_behind_others_before_python_is_there():
     finally:
         worker.stop()
     assert own == min(os.nice(0) + 7, 19) and (not group or group.split()[-1] == "7")
+
+
+def test_a_worker_leaves_the_cores_to_others_of_its_session():
+    worker = Worker("tune_fakes:ready", gpu=False, niceness=IDLE)
+    try:
+        policy, session, group = worker.call("test_tune_processes:placed", None, tuple[int, int, int], LIMIT)
+    finally:
+        worker.stop()
+    assert policy == os.SCHED_IDLE and group != os.getpgrp()
+    assert session == os.getsid(0) or sys.version_info < (3, 11)
+
+
+def placed(_: None) -> tuple[int, int, int]:
+    return os.sched_getscheduler(0), os.getsid(0), os.getpgrp()
 
 
 def standing(_: None) -> tuple[int, str]:
