@@ -124,6 +124,8 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
         source_file.write_text(source)
         status, log = run([nvcc, f"-gencode=arch={virtual},code={arch if kind == 'cubin' else virtual}", *FLAGS,
                            *defines, f"-{kind}", str(source_file), "-o", str(output)], WORK, folder)
+        if "Unsupported gpu architecture" in log:
+            raise BuildError(f"nvcc does not know {arch}: it needs {nvrtc.toolkit_for(arch)}")
         if status != 0:
             raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}{temporary.limited()}")
         return output.read_bytes(), log

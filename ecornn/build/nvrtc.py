@@ -11,6 +11,7 @@ from typing import Any
 
 from ecornn.build.commands import first_lines
 from ecornn.build.generated import texts
+from ecornn.chips import ARCHITECTURES
 from ecornn.errors import BuildError
 
 # TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
@@ -58,11 +59,18 @@ def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # Cooperative groups include more of libcu++ than TVM does itself.
             hint = "\npip install nvidia-cuda-cccl, or install nvcc" if b'source file "nv/' in log else ""
+            if b"invalid value for --gpu-architecture" in log:
+                raise BuildError(f"NVRTC does not know {arch}: it needs {toolkit_for(arch)}")
             raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}{hint}")
         get = f"nvrtcGet{kind.upper()}"
         return _text(nvrtc, f"{get}Size", get, program), log.decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def toolkit_for(arch: str) -> str:
+    """The CUDA toolkit that compiles for an architecture, in words."""
+    return f"CUDA {ARCHITECTURES[arch].cuda} or newer" if arch in ARCHITECTURES else "a newer CUDA toolkit"
 
 
 def toolkits() -> Iterator[Path]:
