@@ -152,7 +152,7 @@ def explain(planned: LayerPlan) -> Explanation:
     return Explanation(
         str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else "",
         device.name, device.arch, device.cores, [_part(*of) for of in parts.values()],
-        None if documented(device.name) else f"the limits of {device.name} are not known",
+        None if documented(device.name) else f"the limits of {device.name} have not been measured",
         "measured" if measured(device.name) else "documents" if documented(device.name) else None)
 
 

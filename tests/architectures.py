@@ -1,7 +1,7 @@
 """Code for every architecture, held against the limits of its chip by ptxas' report; no GPU is needed.
 
-    python tests/architectures.py            compiles all layers for all architectures; what it finds goes into
-                                             benchmarks/results/architectures.json
+    python tests/architectures.py            compiles all layers for all architectures, writes what it finds into
+                                             benchmarks/results/architectures.json and docs/COMPATIBILITY.md
     python tests/architectures.py sm_120     the same for some, and the others' results are kept
 
 A layer has the schedule and configuration that ``ecornn compile`` chooses, from records of other GPUs too."""
@@ -15,7 +15,7 @@ import rooms  # before what follows: makes the modules of all rooms importable
 
 from ecornn.build import Generated, cuda
 from ecornn.build.one_kernel import as_launched
-from ecornn.chips import ARCHITECTURES
+from ecornn.chips import ARCHITECTURES, PRODUCTS
 from ecornn.compiler import plan
 from ecornn.compose import compose
 from ecornn.device import Device
@@ -23,6 +23,9 @@ from ecornn.program import Launch, Program, launches
 from ecornn.targets import KNOWN
 
 FILE = rooms.ROOT / "benchmarks/results/architectures.json"
+PAGE = rooms.ROOT / "docs/COMPATIBILITY.md"
+BEGIN, END = "<!-- architectures: begin -->", "<!-- architectures: end -->"
+TESTED = ("h100", "h200")  # products on which `pytest -m gpu` and benchmarks ran
 WARP, REGISTERS_OF_A_WARP = 32, 256  # threads; registers are given to a warp in whole multiples of so many
 RESERVED = 1 << 10  # bytes of shared memory that CUDA takes for each block that a multiprocessor holds
 
@@ -95,7 +98,20 @@ def row_of(arch: str) -> dict[str, Any]:
             failed[name] = f"{type(error).__name__}: {error}"[:200]
     return {"device": KNOWN[arch].name, "layers": len(LAYERS), "failed": failed, "kernels": len(used),
             "kernels_that_spill": sum(one["spill_stores"] > 0 for one in used),
-            **{f"most_{what}": max(one[what] for one in used) for what in ("registers", "spill_stores", "shared")}}
+            **{f"most_{what}": max(one[what] for one in used) for what in ("registers", "spill_stores")}}
+
+
+def table() -> str:
+    """The page's table: what was measured on a GPU, and what was compiled alone."""
+    rows, lines = json.loads(FILE.read_text()), ["| architecture | products | shared memory of a block | blocks of a "
+                                                 "cluster | measured | compiled |", "|---|---|---|---|---|---|"]
+    for arch, limits in ARCHITECTURES.items():
+        products, row = [product.short for product in PRODUCTS if product.arch == arch], rows.get(arch)
+        measured = ", ".join(f"`{name}`" for name in products if name in TESTED) or "no"
+        compiled = f"{row['layers'] - len(row['failed'])} of {row['layers']} layers" if row else "no"
+        lines.append(" | ".join((f"| `{arch}`", ", ".join(f"`{name}`" for name in products),
+                                 f"{limits.shared >> 10} KiB", str(limits.cluster), measured, f"{compiled} |")))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -103,6 +119,8 @@ def main() -> None:
     for arch in sys.argv[1:] or ARCHITECTURES:
         rows[arch] = row_of(arch)
         FILE.write_text(json.dumps({name: rows[name] for name in ARCHITECTURES if name in rows}, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}")
     sys.exit(any(row["failed"] for row in rows.values()))
 
 

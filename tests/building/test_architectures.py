@@ -4,8 +4,10 @@ import re
 from typing import Any
 
 import pytest
-from architectures import LAYERS, blocks_at_once, check, compiled
+from architectures import BEGIN, END, LAYERS, PAGE, blocks_at_once, check, compiled, table
+from emulated import check_numbers, task_of
 from msgspec.structs import replace
+from test_persistent_emulated import cut
 
 from ecornn.build import nvcc
 from ecornn.chips import ARCHITECTURES, PRODUCTS
@@ -14,6 +16,7 @@ from ecornn.device import capabilities
 from ecornn.errors import BuildError, DeviceError
 from ecornn.floor import floor
 from ecornn.program import Launch
+from ecornn.schedules import all_schedules
 from ecornn.schedules.rates import GPUS, gpu_rates
 from ecornn.targets import BY_NAME, KNOWN, resolve
 
@@ -105,3 +108,40 @@ def test_rates_and_floors_scale_with_the_chip():
     def least(name: str) -> float:
         return floor(BY_NAME[name], "lstm", 64, 1024, 1024, "float16").total
     assert least("b200") < least("h100") < least("a100") < least("l4") < least("jetson-orin")
+
+
+@pytest.mark.parametrize(("arch", "schedule", "cell", "sizes", "dtype"), [
+    ("sm_120", "layout_transform", "gru", (3, 5, 7, 40), "bfloat16"),  # a stage of its 99 KB
+    ("sm_120", "persistent_block", "lstm", (3, 9, 16, 64), "float16"),
+    ("sm_121", "whole_step", "lstm", (2, 5, 32, 64), "float16"),  # without multicast
+    ("sm_87", "persistent", "lstm", (4, 5, 33, 65), "float16")])
+def test_emulated_with_the_limits_of_a_chip(tmp_path, arch, schedule, cell, sizes, dtype):
+    task, found = task_of(cell, sizes, dtype, replace(KNOWN[arch], cores=6)), all_schedules()[schedule]
+    check_numbers(tmp_path, found, task, found.default(task))
+
+
+def test_clusters_of_the_chip_alone_are_offered(tmp_path):
+    schedule, found = all_schedules()["persistent"], {}
+    for arch, hidden in (("sm_120", 64), ("sm_120", 128), ("sm_100a", 128), ("sm_89", 64)):
+        task = task_of("lstm", (3, 3, 24, hidden), "float16", KNOWN[arch])
+        knobs = {k.name: k.values for k in schedule.knobs(task)}
+        config = cut(task, carrier="cluster", units=8, fences="rare")
+        found[arch, hidden] = "cluster" in knobs["carrier"], schedule.check(task, config)
+        if arch == "sm_120" and hidden == 64:
+            check_numbers(tmp_path, schedule, task, config)
+    assert [offered for offered, _ in found.values()] == [True, True, True, False]
+    assert found["sm_120", 64][1] is found["sm_100a", 128][1] is None
+    assert "1 clusters of 16 blocks, but 0 fit" in found["sm_120", 128][1]
+    assert "but 0 fit" in found["sm_89", 64][1]
+
+
+def test_multicast_is_offered_where_it_is_fast():
+    def clusters(arch: str) -> tuple[int, ...]:
+        knobs = all_schedules()["whole_step"].knobs(task_of("lstm", (2, 8, 64, 64), "float16", KNOWN[arch]))
+        return next(k.values for k in knobs if k.name == "cluster")
+    assert clusters("sm_120") == clusters("sm_89") == (1,) and clusters("sm_100a") == clusters("sm_90a") == (1, 2, 4, 8)
+
+
+def test_the_page_is_of_the_results():
+    """Run tests/architectures.py where this fails."""
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == table()
