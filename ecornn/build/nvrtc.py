@@ -19,6 +19,15 @@ _IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits", "cuda/barrier")
 _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
+class UnknownArchitectureError(BuildError):
+    """The compiler is older than the GPU."""
+
+
+def unknown(compiler: str, arch: str) -> UnknownArchitectureError:
+    newer = f"CUDA {ARCHITECTURES[arch].cuda} or newer" if arch in ARCHITECTURES else "a newer CUDA toolkit"
+    return UnknownArchitectureError(f"{compiler} does not know {arch}: it needs {newer}")
+
+
 def available() -> bool:
     try:
         return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
@@ -60,17 +69,12 @@ def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
             # Cooperative groups include more of libcu++ than TVM does itself.
             hint = "\npip install nvidia-cuda-cccl, or install nvcc" if b'source file "nv/' in log else ""
             if b"invalid value for --gpu-architecture" in log:
-                raise BuildError(f"NVRTC does not know {arch}: it needs {toolkit_for(arch)}")
+                raise unknown("NVRTC", arch)
             raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}{hint}")
         get = f"nvrtcGet{kind.upper()}"
         return _text(nvrtc, f"{get}Size", get, program), log.decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def toolkit_for(arch: str) -> str:
-    """The CUDA toolkit that compiles for an architecture, in words."""
-    return f"CUDA {ARCHITECTURES[arch].cuda} or newer" if arch in ARCHITECTURES else "a newer CUDA toolkit"
 
 
 def toolkits() -> Iterator[Path]:

@@ -98,8 +98,12 @@ def test_a_newer_chip_is_served_by_its_capabilities():
     newer = replace(KNOWN["sm_120"], arch="sm_130", name="a newer one", cores=200, shared=150 << 10)
     found = plan("lstm", hidden=256, batch=4, dtype="float16", target=newer)
     assert found.device is newer and gpu_rates(newer) is GPUS["NVIDIA H100 80GB HBM3"]
+    code, resources = nvcc.compile_cubin('extern "C" __global__ void f() {}', "sm_130")
+    assert code.startswith(b"//") and code.endswith(b"\0") and resources == {}
+    (of,) = re.findall(rb"\.target sm_(\d+)\n", code)
+    assert 80 <= int(of) < 130 and b".entry f" in code  # no architecture with a letter, whose PTX is its own alone
     with pytest.raises(BuildError, match="does not know sm_130: it needs a newer CUDA toolkit"):
-        nvcc.compile_cubin("", "sm_130")
+        nvcc.ptx("", "sm_130")
 
 
 def test_rates_and_floors_scale_with_the_chip():
