@@ -221,8 +221,8 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     keep : what forward keeps for backward: ``states``, or ``gates``, with which backward multiplies a third less;
         default: ``gates`` where they take 1 GiB at most at this B and T, else ``states``.
         :meth:`Layer.kept_bytes` says how much it is
-    target : ``cuda`` (the GPU at hand), ``cpu``, or an architecture such as ``sm_90a``, which needs
-        no GPU; default: the GPU if there is one, else the CPU
+    target : ``cuda`` (the GPU at hand), ``cpu``, an architecture such as ``sm_90a`` or a product such as ``rtx-4090``,
+        which need no GPU; default: the GPU if there is one, else the CPU
     schedule, config : use this schedule, and these knobs, instead of the best tuning record; not of the backward pass,
         whose recurrence has records of its own
     overlap : what of a stack runs at the same time on a GPU, each sequence on a share of it: ``none``;

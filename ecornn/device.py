@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Literal
 
 import msgspec
+
+from ecornn.chips import ARCHITECTURES
 
 # Fields that are decoded, from a record or a manifest, have these limits.
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -18,21 +21,31 @@ class Capabilities(msgspec.Struct, frozen=True):
     fp8: bool = False  # mma of 8-bit floating-point types
     bulk_copies: bool = False  # copies that an mbarrier counts, and `st.async`
     early_launches: bool = False  # programmatic dependent launch
-    cluster: int = 1  # blocks of one at most; more than 8 are not portable, but every GPU that has 16 here has them
-    warpgroups: bool = False  # products of warpgroups, and their registers
+    cluster: int = 1  # blocks of one at most; more than 8 are not portable
+    multicast: bool = False  # a bulk copy to all blocks of a cluster takes no longer than one to a single block
+    warpgroups: bool = False  # products of warpgroups (wgmma), and their registers (setmaxnreg)
 
 
-# From a compute capability on; and those of one architecture alone, whose names end in a letter.
-_HOPPER = Capabilities(tensor_cores=True, fp8=True, bulk_copies=True, early_launches=True, cluster=16)
-_FROM = {0: Capabilities(), 80: Capabilities(tensor_cores=True), 89: Capabilities(tensor_cores=True, fp8=True),
-         90: _HOPPER}
-_ALONE = {"sm_90a": msgspec.structs.replace(_HOPPER, warpgroups=True)}
+@functools.cache
+def capabilities(arch: str) -> Capabilities:
+    """The features of an architecture such as ``sm_90a``. All but the last two last from a compute capability on; one
+    that no table has yet is taken to have what the ones before it have, and clusters of the portable size."""
+    number = int(arch[3:].rstrip("af"))
+    row = ARCHITECTURES.get(architecture_of(number))
+    return Capabilities(
+        tensor_cores=number >= 80, fp8=number >= 89, bulk_copies=number >= 90, early_launches=number >= 90,
+        cluster=row.cluster if row else 8 if number >= 90 else 1,
+        multicast=90 <= number < 120,  # PTX ISA: later ones carry it out, but maybe much more slowly
+        warpgroups=arch == "sm_90a")  # sm_100a and later have other products of their own instead
 
 
 def architecture_of(capability: int) -> str:
     """The name of a compute capability's architecture, such as ``sm_80`` for 80; with its letter where it has
     instructions that no later one has, as Hopper's ``sm_90a``."""
-    return next((name for name in _ALONE if name[3:-1] == str(capability)), f"sm_{capability}")
+    return f"sm_{capability}a" if f"sm_{capability}a" in ARCHITECTURES else f"sm_{capability}"
+
+
+NONE = Capabilities()
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,8 +64,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def can(self) -> Capabilities:
         """The features that kernels may use; none of a CPU."""
-        number = int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
-        return _ALONE.get(self.arch) or _FROM[max(first for first in _FROM if first <= number)]
+        return capabilities(self.arch) if self.kind == "cuda" else NONE
 
     @property
     def identity(self) -> Device:

@@ -46,7 +46,9 @@ def _meant(value: object, allowed: str) -> str:
     """A question for a name that is nearly one of those that ``allowed`` lists."""
     listed = allowed.partition("one of ")[2] or allowed.partition(": ")[2]
     names = re.findall(r"(?:^|, |or |as )([\w.+-]+)(?=,| or |$)", listed)  # and no words of a sentence
-    nearest = get_close_matches(value, names, 1) if isinstance(value, str) and value not in names else []
+    if not isinstance(value, str) or value in names:
+        return ""
+    nearest = get_close_matches(value, names, 1) or get_close_matches(value.lower().replace(" ", "-"), names, 1)
     return f"did you mean {nearest[0]}? " if nearest else ""
 
 

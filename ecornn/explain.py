@@ -12,7 +12,7 @@ from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import narrow_terms
 from ecornn.boundary import public
 from ecornn.dtypes import ITEMSIZE
-from ecornn.floor import Step, floor_of, measured
+from ecornn.floor import Step, documented, floor_of, measured
 from ecornn.notebook import table
 from ecornn.schedules import config_text
 from ecornn.tune.choose import candidates, refusal
@@ -119,6 +119,7 @@ class Explanation(msgspec.Struct, frozen=True):
     cores: int
     parts: list[Part]
     no_floor: str | None  # why no part has a floor
+    floor_from: str | None  # where the limits of floors come from: `measured` or `documents`
 
     def _repr_html_(self) -> str:
         of = ", ".join(filter(None, (self.layer, self.stack, self.overlap)))
@@ -151,7 +152,8 @@ def explain(planned: LayerPlan) -> Explanation:
     return Explanation(
         str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else "",
         device.name, device.arch, device.cores, [_part(*of) for of in parts.values()],
-        None if measured(device.name) else f"the limits of {device.name} have not been measured")
+        None if documented(device.name) else f"the limits of {device.name} have not been measured",
+        "measured" if measured(device.name) else "documents" if documented(device.name) else None)
 
 
 def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
@@ -206,8 +208,8 @@ def alternatives(task: Task, found: Found) -> list[Alternative]:
 
 
 def floor_terms(task: Task) -> FloorTerms | None:
-    """The floor of a task's step; None where it is not known, on a device that nobody has measured."""
-    gpu, work = measured(task.device.name), task.workload
+    """The floor of a task's step; None where it is not known, on a device that no table has."""
+    gpu, work = documented(task.device.name), task.workload
     if gpu is None or task.device.kind != "cuda":
         return None
     share = msgspec.structs.replace(gpu, cores=min(gpu.cores, task.device.cores))  # records may lack the other sizes

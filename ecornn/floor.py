@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 from ecornn.device import Device
 from ecornn.schedules.rates import GPUS, gpu_rates
-from ecornn.targets import KNOWN
+from ecornn.targets import BY_NAME, KNOWN
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "tf32": 4}
 SLOWER = {"float16": 1.0, "bfloat16": 1.0, "tf32": 2.0, "float32": 6.0}  # TF32 has half the rate; float32 is three
+LARGEST = 16  # blocks of the largest cluster that exchanges were measured with
 TILE = 8  # rows that one mma or wgmma multiplies at least
 H100 = KNOWN["sm_90a"]
 
@@ -58,6 +59,11 @@ class Floor:
 def measured(gpu: str) -> Device | None:
     """The device of a product's name; None where nobody measured its rates (schedules/rates.py)."""
     return next((device for device in KNOWN.values() if device.name in GPUS and device.name in gpu), None)
+
+
+def documented(gpu: str) -> Device | None:
+    """The device of a product's name whose rates were measured, or are in documents; None for others and for CPUs."""
+    return measured(gpu) or next((device for device in BY_NAME.values() if device.name == gpu), None)
 
 
 def polled(gpu: Device, B: int, H: int, dtype: str, groups: int, blocks: int) -> float:
@@ -102,10 +108,11 @@ def _fetched(gpu: Device, rows: int, H: int, size: int, groups: int, blocks: int
 
 def _exchange(gpu: Device, blocks: int) -> float:
     """Microseconds of one trip between so many blocks; a cluster has 2, 4, 8 or 16, and beyond are at least 32."""
-    exchange = gpu_rates(gpu).bounds.exchange
+    largest = gpu.can.cluster
+    exchange = [(of, us) for of, us in gpu_rates(gpu).bounds.exchange if of <= largest or of > LARGEST]
     for (fewer, below), (more, above) in itertools.pairwise(exchange):
         if blocks == fewer:
             return below
         if blocks <= more:
-            return above if fewer <= gpu.can.cluster else below + (above - below) * (blocks - fewer) / (more - fewer)
+            return above if fewer <= largest else below + (above - below) * (blocks - fewer) / (more - fewer)
     return exchange[-1][1]

@@ -2,12 +2,14 @@
 
 A row is what was measured on a GPU or CPU, or fitted to trials on it. What belongs to the code of one kernel (cycles of
 its instructions, an order of its loops) is a constant beside that kernel's estimate. Estimates only order
-configurations and schedules, so a device that nobody has measured is served by the row of another."""
+configurations and schedules, so a device that nobody has measured is served by the row of another, scaled."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
+from ecornn.chips import ARCHITECTURES, PRODUCTS
 from ecornn.device import Device
 from ecornn.schedules.base import Task
 
@@ -103,7 +105,7 @@ H100 = GPURates(
     memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600,
     bounds=H100_BOUNDS)
 
-# By the product's name, or by an architecture for all others of it. What is in neither is taken for an H100.
+# By the product's name, or by an architecture for all others of it. For what is in neither: `from_documents`.
 GPUS = {"NVIDIA H100 80GB HBM3": H100}
 
 PLAIN_CORE = CPURates(adds_apart=False, fma=1, vector_load=1, turn=1, fma_latency=4, l2_vector=2.5, unhidden_vector=0.6,
@@ -119,8 +121,37 @@ CPUS = {"znver2": ZEN_AVX2, "znver3": ZEN_AVX2, "znver": ZEN}
 
 
 def gpu_rates(device: Device) -> GPURates:
-    """The row of a GPU: its own, its architecture's, or an H100's."""
-    return GPUS.get(device.name) or GPUS.get(device.arch, H100)
+    """The row of a GPU: its own, its architecture's, or one made from documents."""
+    return GPUS.get(device.name) or GPUS.get(device.arch) or from_documents(device.name)
+
+
+# Estimates on these stay an H100's, by which their records were chosen, until one of them is measured.
+AS_BEFORE = ("sm_80", "sm_86", "sm_89", "sm_90a")
+
+
+@functools.cache
+def from_documents(name: str) -> GPURates:
+    """An H100's row scaled by clock, cache, bandwidth and tensor rate as vendors' documents have them (`chips.py`), for
+    a product that nobody has measured; an H100's row for one that the table lacks. Latencies in cycles stay. Products
+    of single warps are scaled only downwards: newer chips are faster by instructions that no schedule uses."""
+    of = {product.name: product for product in PRODUCTS}
+    if (chip := of.get(name)) is None:
+        return H100
+    base = of["NVIDIA H100 80GB HBM3"]
+    clock, memory, cores = chip.clock / base.clock, chip.bandwidth / base.bandwidth, chip.cores / base.cores
+    each = chip.tensor / base.tensor / cores  # tensor rate of a multiprocessor
+    bounds = Bounds(
+        exchange=tuple((blocks, us / clock) for blocks, us in H100_BOUNDS.exchange), announced=H100_BOUNDS.announced,
+        shared=H100_BOUNDS.shared * clock, intake=H100_BOUNDS.intake * clock, l2=H100_BOUNDS.l2 * clock * cores,
+        memory=H100_BOUNDS.memory * memory, tensor=H100_BOUNDS.tensor * each)
+    if chip.arch in AS_BEFORE:
+        return replace(H100, bounds=bounds)
+    slower, kept = min(1.0, H100.mma * each / clock), chip.l2 / base.l2  # of an H100's rate these have 1 / H100.mma
+    return replace(
+        H100, clock=H100.clock * clock, threads=ARCHITECTURES[chip.arch].threads, l2_kept=H100.l2_kept * kept,
+        l2_lasting=H100.l2_lasting * kept, l2_beside=H100.l2_beside * clock, memory=H100.memory * memory / cores,
+        memory_beside=H100.memory_beside * memory, mma=H100.mma / slower,
+        mma_gemm=H100.mma_gemm * clock * slower, wgmma_gemm=H100.wgmma_gemm * clock * slower, bounds=bounds)
 
 
 def cpu_rates(device: Device) -> CPURates:

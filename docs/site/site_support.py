@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ecornn.chips import ARCHITECTURES
 from ecornn.errors import EcornnError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BEGIN, END = "<!-- support: begin -->", "<!-- support: end -->"
 CELLS = ("lstm", "gru", "gru_reset_before", "rnn_tanh", "rnn_relu", "indrnn", "slstm")
-GPUS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+GPUS = tuple(ARCHITECTURES)
 # (what it is called, the targets that stand for it, of which all must give the same answers)
 TARGETS = (("GPU: " + ", ".join(GPUS), GPUS), ("x86-64 CPU", ("haswell", "skylake-avx512", "znver4")),
            ("arm64 CPU, as an object file", ("neoverse-v1",)))

@@ -10,6 +10,7 @@ ptxas then makes other code, so source that compiles fast is left as it is."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -23,6 +24,7 @@ from ecornn import temporary
 from ecornn.build import cache, nvrtc
 from ecornn.build.commands import ANSWER, WORK, first_lines, run
 from ecornn.build.generated import texts
+from ecornn.chips import ARCHITECTURES
 from ecornn.errors import ArgumentError, BuildError
 
 Resources = dict[str, dict[str, int]]
@@ -38,7 +40,8 @@ _NOT_UNDERSTOOD = re.compile(r"\(\d+\): (?:catastrophic )?error|:\d+: fatal erro
 def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
     """Machine code for ``arch`` (such as ``sm_90a``) of CUDA C++ ``source``, from the cache if possible: the cubin, and
     by kernel ``registers`` (a thread), ``stack``, ``spill_stores``, ``spill_loads`` (bytes a thread), ``shared``
-    (static, bytes a block). Raises :class:`BuildError` with the compiler's first lines, or with what to install."""
+    (static, bytes a block). For a GPU that is newer than the compiler: PTX, and no resources. Raises
+    :class:`BuildError` with the compiler's first lines, or with what to install."""
     entry = cache.entry("cubin", (source, arch, identity()),
                         lambda: msgspec.msgpack.encode(_compile(source, arch, "cubin")))
     code, log = msgspec.msgpack.decode(entry, type=tuple[bytes, str])
@@ -102,7 +105,23 @@ def chosen_nvcc() -> str | None:
 
 
 def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
-    """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
+    """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log. In place of a cubin for an architecture
+    that neither chips.py nor the compiler knows, PTX for the newest one before it: the GPU's driver compiles that as
+    it loads it, and there is no report of resources."""
+    try:
+        return _compiled(source, arch, kind)
+    except nvrtc.UnknownArchitectureError:
+        if arch in ARCHITECTURES or kind == "ptx":
+            raise
+        older = [name.rstrip("a") for name in ARCHITECTURES if int(name[3:].rstrip("a")) < int(arch[3:].rstrip("af"))]
+        for name in reversed(older):
+            with contextlib.suppress(nvrtc.UnknownArchitectureError):
+                text, log = _compiled(source, name, "ptx")
+                return text.rstrip(b"\0") + b"\0", log
+        raise
+
+
+def _compiled(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     nvcc = chosen_nvcc()
     if not nvcc:
         return nvrtc.compile(source, arch, kind)
@@ -124,6 +143,8 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
         source_file.write_text(source)
         status, log = run([nvcc, f"-gencode=arch={virtual},code={arch if kind == 'cubin' else virtual}", *FLAGS,
                            *defines, f"-{kind}", str(source_file), "-o", str(output)], WORK, folder)
+        if "Unsupported gpu architecture" in log:
+            raise nvrtc.unknown("nvcc", arch)
         if status != 0:
             raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}{temporary.limited()}")
         return output.read_bytes(), log

@@ -11,11 +11,21 @@ from typing import Any
 
 from ecornn.build.commands import first_lines
 from ecornn.build.generated import texts
+from ecornn.chips import ARCHITECTURES
 from ecornn.errors import BuildError
 
 # TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
 _IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits", "cuda/barrier")
 _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+
+
+class UnknownArchitectureError(BuildError):
+    """The compiler is older than the GPU."""
+
+
+def unknown(compiler: str, arch: str) -> UnknownArchitectureError:
+    newer = f"CUDA {ARCHITECTURES[arch].cuda} or newer" if arch in ARCHITECTURES else "a newer CUDA toolkit"
+    return UnknownArchitectureError(f"{compiler} does not know {arch}: it needs {newer}")
 
 
 def available() -> bool:
@@ -58,6 +68,8 @@ def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # Cooperative groups include more of libcu++ than TVM does itself.
             hint = "\npip install nvidia-cuda-cccl, or install nvcc" if b'source file "nv/' in log else ""
+            if b"invalid value for --gpu-architecture" in log:
+                raise unknown("NVRTC", arch)
             raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}{hint}")
         get = f"nvrtcGet{kind.upper()}"
         return _text(nvrtc, f"{get}Size", get, program), log.decode()

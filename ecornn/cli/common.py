@@ -155,9 +155,9 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 }
 
 TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
-    "The device: this machine's GPU (cuda) or CPU (cpu), a GPU architecture such as sm_90a, or LLVM's name of a CPU, "
-    "such as neoverse-v1. A device to measure on must be in this machine; `ecornn tune` also takes one behind "
-    "--tracker.  [default: cuda if there is a GPU, else cpu]"))
+    "The device: this machine's GPU (cuda) or CPU (cpu), a GPU architecture such as sm_90a, a product such as "
+    "rtx-4090, or LLVM's name of a CPU such as neoverse-v1. A device to measure on must be in this machine; `ecornn "
+    "tune` also takes one behind --tracker.  [default: cuda if there is a GPU, else cpu]"))
 
 # The headings of help texts, in their order, with the options that stand below each.
 GROUPS = {"Layer": "cell hidden input batch seq dtype layers bidirectional reverse training lengths resets sequences "

@@ -338,7 +338,7 @@ def text(explanation: Explanation, verbose: bool) -> Iterator[str]:
             yield f"{', '.join(part.labels) or 'layer'}{', backward' * (part.entry == 'backward')}: {part.workload}"
         yield from _step(part)
         yield from _choice(part, verbose)
-        yield from _time(part, explanation.no_floor)
+        yield from _time(part, explanation)
 
 
 def _step(part: Part) -> Iterator[str]:
@@ -374,7 +374,7 @@ def _choice(part: Part, verbose: bool) -> Iterator[str]:
         yield "weights per block: " + ", ".join(f"{size:,} bytes in {at}" for at, size in part.held_bytes.items())
 
 
-def _time(part: Part, no_floor: str | None) -> Iterator[str]:
+def _time(part: Part, explanation: Explanation) -> Iterator[str]:
     words = []
     if r := part.record:
         words.append(f"{r.us:.4g} µs per step by the record (p20 {r.p20_us:.4g}, p80 {r.p80_us:.4g}; {r.device}, "
@@ -385,11 +385,12 @@ def _time(part: Part, no_floor: str | None) -> Iterator[str]:
     if part.stages_us:
         yield f"estimate in µs: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
     if f := part.floor:
+        limits = "" if explanation.floor_from == "measured" else " (by documents, not measured)"
         yield (f"floor: {f.total_us:.3g} µs per step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
-               f"product with x {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}; a kernel can be faster only if it overlaps "
-               "these parts")
-    elif no_floor is not None:
-        yield f"floor: unknown; {no_floor}"
+               f"product with x {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}{limits}; a kernel can be faster only "
+               "if it overlaps these parts")
+    elif explanation.no_floor is not None:
+        yield f"floor: unknown; {explanation.no_floor}"
     if part.sequence_us is not None:
         yield f"whole sequence: {part.sequence_us / 1e3:.4g} ms"
 

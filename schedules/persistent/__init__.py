@@ -104,7 +104,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         scarce = self._weights(task) > HELD * task.device.cores
         if clusters := self._clusters(task, units):
             few = [ceil_div(w.batch, count) for count in
-                   (task.device.clusters(size) // heads for size in (8, LARGEST)) if count]
+                   (task.device.clusters(size) // heads for size in (8, task.device.can.cluster)) if count]
             groups |= {ceil_div(w.batch, rows) for rows in few}
         return PersistentKnobs.offered({
             "groups": tuple(sorted(groups)), "units": units, "warps": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
@@ -122,9 +122,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
         """Tells whether clusters are worth a trial: not if much of the weights is in shared memory, which is slower."""
         heads = most_heads(task.graph)
-        own = task.workload.hidden // heads
-        return (Persistent._weights(task) <= heads * LARGEST * HELD
-                and min(units, default=own) < own <= LARGEST * max(units) and task.device.clusters(LARGEST) > 0)
+        own, largest = task.workload.hidden // heads, min(LARGEST, task.device.can.cluster)
+        return (Persistent._weights(task) <= heads * largest * HELD
+                and min(units, default=own) < own <= largest * max(units) and task.device.clusters(largest) > 0)
 
     @staticmethod
     def _weights(task: Task) -> int:

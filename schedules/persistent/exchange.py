@@ -199,7 +199,7 @@ def head_of(plan: PersistentPlan, group: Expr) -> Head | None:
     return Head(T.let("head_first", group % plan.heads * plan.own), plan.own) if plan.heads > 1 else None
 
 
-LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
+LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but those of H100 and B200 have them
 AT_ONCE = 4  # words of the initial state that a thread has under way
 
 

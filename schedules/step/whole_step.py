@@ -309,8 +309,9 @@ class WholeStep(SearchedSchedule[StepPlan]):
         units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and u < max(9, w.hidden))
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
         pieces = all(warp_product.whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
-        clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
-        chained = (False, True) if task.device.can.early_launches else (False,)
+        can = task.device.can
+        clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and can.multicast and task.device.clusters(n)))
+        chained = (False, True) if can.early_launches else (False,)
         return StepKnobs.offered({"units": units, "rows": rows, "warps": (2, 4, 8, 16), "ahead": (1, 2, 4, 8),
                                   "cluster": clusters, "chained": chained, "math": math_choices(task)})
 

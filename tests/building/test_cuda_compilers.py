@@ -149,7 +149,8 @@ def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_architectures():
-    assert [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (12, 0))] == ["sm_80", "sm_86", "sm_90a", "sm_120"]
+    found = [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0), (13, 0))]
+    assert found == ["sm_80", "sm_86", "sm_90a", "sm_100a", "sm_120", "sm_130"]
     refused(DeviceError, r"not 7\.5", architecture, 7, 5, "Tesla T4")
 
 

@@ -25,6 +25,7 @@ from ecornn.cells import Cell, get
 from ecornn.cli import cell_checks
 from ecornn.cli.cell_checks import Report
 from ecornn.cli.check_cell_command import table
+from ecornn.cli.compile_commands import text
 from ecornn.cli.step_text import step_text
 from ecornn.compiler import plan
 from ecornn.device import Device
@@ -75,10 +76,18 @@ def test_two_exchanges_cost_two():
     assert one < part.floor.total_us < 2 * one
 
 
-def test_cpus_and_unmeasured_gpus_have_no_floor():
-    for target, dtype in (("znver4", "float32"), ("sm_80", "float16")):
+def test_cpus_and_gpus_that_no_table_has_have_no_floor():
+    other = msgspec.structs.replace(resolve("sm_80"), name="another GPU")
+    for target, dtype in (("znver4", "float32"), (other, "float16")):
         found = explain(plan("gru", hidden=96, batch=2, seq=9, dtype=dtype, target=target))
         assert found.parts[0].floor is None and found.device in found.no_floor
+
+
+def test_floors_of_documents_are_told_from_measured_ones():
+    for target, source in (("sm_120", "documents"), ("sm_90a", "measured")):
+        found = explain(plan("gru", hidden=96, batch=2, seq=9, dtype="float16", target=target))
+        assert found.floor_from == source and found.parts[0].floor is not None and found.no_floor is None
+        assert any("by documents" in line for line in text(found, False)) == (source == "documents")
 
 
 def test_training_has_a_part_for_backward():

@@ -24,15 +24,16 @@ TEMPLATE = {"analysis", "device", "dtypes", "program", "workload", "schedules.ba
 KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.cuda.pipeline",
                      "schedules.keeping", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
-    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "device", "notebook", "svg",
+    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "chips", "notebook", "svg",
                                 "schedules.builder", "schedules.cuda")},
     "heartbeat": {"notebook"},
+    "device": {"chips"},
     **{room: {"errors"} for room in ("boundary", "temporary", "quick_tvm", "tuning_logs", "analysis")},
     "worker": {"errors", "temporary"},
     "workload": {"dtypes", "errors"},
     "host_cpu": {"device", "errors"},
     "host_gpu": {"device", "errors"},
-    "targets": {"device", "errors"} | HOSTS,
+    "targets": {"chips", "device", "errors"} | HOSTS,
     "program": {"dtypes", "workload"},
     "manifest": {"device", "errors", "program", "workload"},
     # A cell's identity is a digest of what the analysis finds; what is analysed need be no Cell.
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numpy_gradients": {"boundary", "errors", "numpy_reference"},
     "schedules.base": {"analysis", "device", "program", "workload"},
     "schedules.timeline": {"program", "workload", "schedules.builder"},
-    "schedules.rates": {"device", "schedules.base"},
+    "schedules.rates": {"chips", "device", "schedules.base"},
     "schedules.cuda.isa": {"schedules.builder"},
     "schedules.cuda.pipeline": {"schedules.builder", "schedules.cuda.isa"},
     "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.cuda.isa", "schedules.rates"},
@@ -69,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
     "compose": {"program", "schedules.backward", "schedules.timeline", "workload"},
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
-    "build": BASE | HOSTS | {"checksum", "file_locks", "temporary"},
+    "build": BASE | HOSTS | {"checksum", "chips", "file_locks", "temporary"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"checksum", "notebook", "temporary", "weight_files"},
     "weight_files": {"errors", "temporary"},
