@@ -18,6 +18,14 @@ KNOWN = {
 }
 
 
+def default_target() -> str:
+    """``cuda`` where there is a GPU that schedules serve, else ``cpu``."""
+    try:
+        return "cuda" if host_gpu.detect() is not None else "cpu"
+    except DeviceError:
+        return "cpu"
+
+
 def resolve(target: str | Device) -> Device:
     """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM name such
     as ``neoverse-v1``. Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves."""

@@ -19,7 +19,8 @@ from ecornn import compiler
 from ecornn.bench.peers import named
 from ecornn.errors import ArgumentError, MissingPackageError, ScheduleError
 from ecornn.layer_spec import LayerSpec, usual_dtype
-from ecornn.tune.choose import default_target, serving_or_raise
+from ecornn.targets import default_target
+from ecornn.tune.choose import serving_or_raise
 
 ALIKE = "the same as is compiled anyway"
 OF_CASE = ("cell", "weights", "precision", "keep")
