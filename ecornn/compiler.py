@@ -17,7 +17,7 @@ from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
-from ecornn.targets import default_target, resolve
+from ecornn.targets import default_target, kind_of, resolve
 from ecornn.workload import BATCH, SEQ, Overlap, Stack, Workload
 
 if TYPE_CHECKING:
@@ -94,14 +94,15 @@ def device_of(target: str | Device | None) -> Device:
 
 
 @contextlib.contextmanager
-def host_code_for(target: str | Device | None) -> Iterator[Device]:
+def host_code_for(target: str | Device | None) -> Iterator[None]:
     """Compiles the host code of a GPU's modules, unless the cache has it, while the caller imports TVM, checks a layer
-    and plans it. Gives the target's device, and raises as :func:`device_of`."""
+    and plans it. Does nothing for a CPU, which TVM finds, and leaves errors of ``target`` to :func:`device_of`."""
     from ecornn.build.module import host_code_ahead
 
-    device = device_of(target)
-    with host_code_ahead(device) if device.kind == "cuda" else contextlib.nullcontext():
-        yield device
+    target = default_target() if target is None else target
+    kind = target.kind if isinstance(target, Device) else kind_of(str(target))
+    with host_code_ahead(kind) if kind == "cuda" else contextlib.nullcontext():
+        yield
 
 
 @public
@@ -243,10 +244,10 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     ``DeviceError`` where the target is not at hand, ``CellError`` for a cell that cannot be
     analysed, ``ScheduleError`` where no schedule serves the layer or the configuration cannot run,
     ``BuildError`` where a compiler is missing or fails."""
-    with host_code_for(target) as device:  # a user's own cell imports TVM
+    with host_code_for(target):  # a user's own cell imports TVM
         layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
                           layers, bidirectional, lengths, resets, reverse, sequences, training, keep)
-        return compile_layer(layer, target=device, schedule=schedule, config=config, overlap=overlap, out=out)
+        return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
 
 
 @public
@@ -264,8 +265,8 @@ def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, sched
         build(planned, file)
         return load(file)
 
-    with host_code_for(target) as device:
-        planned = plan_layer(layer, target=device, schedule=schedule, config=config, overlap=overlap)
+    with host_code_for(target):
+        planned = plan_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap)
         if out is not None:
             return built(Path(out))
         return temporary.lasting(lambda folder: built(folder / f"{planned.cell.name}.so"))

@@ -26,6 +26,11 @@ def default_target() -> str:
         return "cpu"
 
 
+def kind_of(target: str) -> str:
+    """The kind of device that a target means, ``cuda`` or ``llvm``, without a look at the machine."""
+    return "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
+
+
 def resolve(target: str | Device) -> Device:
     """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, or a CPU's LLVM name such
     as ``neoverse-v1``. Raises :class:`DeviceError` where there is no GPU, or for an architecture no schedule serves."""

@@ -46,17 +46,17 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     """Builds ``program`` for ``manifest.device`` into the module file ``out``; returns what was generated on the way.
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was."""
-    with host_code_ahead(manifest.device):
+    with host_code_ahead(manifest.device.kind):
         generated = _complete(program, manifest)
     link(generated, out)
     return generated
 
 
 @contextlib.contextmanager
-def host_code_ahead(device: Device) -> Iterator[None]:
-    """Compiles, while the caller imports TVM and plans, the host code that all modules of a device's kind share. The
+def host_code_ahead(kind: str) -> Iterator[None]:
+    """Compiles, while the caller imports TVM and plans, the host code that all modules of a kind of device share. The
     first module of a machine waits for it; an exception ends the compiler. Imports nothing of TVM itself."""
-    backend = cuda if device.kind == "cuda" else llvm
+    backend = cuda if kind == "cuda" else llvm
     with at_the_same_time(1) as thread:
         thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
         yield

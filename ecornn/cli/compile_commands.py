@@ -30,7 +30,7 @@ from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.quick_tvm import import_tvm
-from ecornn.targets import default_target
+from ecornn.targets import default_target, kind_of
 from ecornn.weight_files import check_place, check_shapes, read_layer, save, sizes_of
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
@@ -68,8 +68,8 @@ class Asked:
             if name not in layer:
                 raise ArgumentError(f"--{name}", None, f"a value, or {other}")
         target = self.target or default_target()
-        kind = "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
-        layer.setdefault("dtype", "float32" if self.model is not None else usual_dtype(kind, layer.get("precision")))
+        usual = usual_dtype(kind_of(target), layer.get("precision"))
+        layer.setdefault("dtype", "float32" if self.model is not None else usual)
         return LayerSpec(**layer), target, bound
 
     def plan(self, spec: LayerSpec, target: str, weights: dict[str, Any]) -> LayerPlan:
