@@ -266,7 +266,7 @@ def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, sched
         return load(file)
 
     with host_code_for(target):
-        planned = plan_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap)
+        planned = plan_layer(layer, target=device_of(target), schedule=schedule, config=config, overlap=overlap)
         if out is not None:
             return built(Path(out))
         return temporary.lasting(lambda folder: built(folder / f"{planned.cell.name}.so"))
