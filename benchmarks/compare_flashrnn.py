@@ -51,8 +51,7 @@ from ecornn.bench.measure import Plan, measure
 from ecornn.bench.turns import graph_of
 from ecornn.cells import get
 from ecornn.errors import ScheduleError
-from ecornn.targets import resolve
-from ecornn.tune.choose import default_target
+from ecornn.targets import default_target, resolve
 
 LAYERS = [*((cell, H) for cell in ("lstm", "rnn_tanh", "slstm") for H in (768, 1024)),
           *(("slstm(heads=8)", H) for H in (512, 1024, 2048))]

@@ -44,22 +44,22 @@ def compile_alone(layer: LayerSpec, device: Device, folder: Path, cache: str) ->
     """Seconds of each part, and bytes; in a process that has done nothing else."""
     os.environ["ECORNN_CACHE"] = cache
     begin = time.perf_counter()
+    from ecornn.compiler import build, host_code_for, plan_layer
     from ecornn.quick_tvm import import_tvm
 
-    import_tvm()
-    from ecornn.build.module import host_code_ahead
-    from ecornn.compiler import build, plan_layer
-
-    out, imported = folder / f"{layer.workload.hidden}.so", time.perf_counter()
+    out = folder / f"{layer.workload.hidden}.so"
     os.environ["NVCC_APPEND_FLAGS"] = f"--time={out.with_suffix('.csv')}"
-    with host_code_ahead(device):  # as compile() does
+    with host_code_for(device):  # as compile() does
+        import_tvm()
+        imported = time.perf_counter()
         planned = plan_layer(layer, target=device)
         chosen, before = time.perf_counter(), os.times()
         build(planned, out)
-    built, cpu = time.perf_counter(), [now - then for now, then in zip(os.times(), before, strict=True)]
+    built, after = time.perf_counter(), os.times()
     return {"imports": imported - begin, "choice": chosen - imported, "build": built - chosen, "all": built - begin,
             "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name,
-            "lowering": cpu[0] + cpu[1], "compilers": cpu[2] + cpu[3], **slowest(out.with_suffix(".csv"))}
+            "lowering": after.user + after.system - before.user - before.system,
+            "compilers": after.children_user + after.children_system, **slowest(out.with_suffix(".csv"))}
 
 
 def first_layers(device: Device, repeats: int) -> list[dict]:

@@ -22,8 +22,7 @@ from dataclasses import astuple, dataclass
 from operator import itemgetter, sub
 from pathlib import Path
 
-from ecornn.targets import resolve
-from ecornn.tune.choose import default_target
+from ecornn.targets import default_target, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 CLONE = 'git clone --quiet "$ECORNN" ecornn'

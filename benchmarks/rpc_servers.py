@@ -34,8 +34,7 @@ import psutil
 from side_by_side import options
 
 from ecornn.errors import DeviceError
-from ecornn.targets import resolve
-from ecornn.tune.choose import default_target
+from ecornn.targets import default_target, resolve
 from ecornn.tune.log import read
 from ecornn.tune.remote import Tracker
 

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ecornn.device import Device
-from ecornn.targets import resolve
-from ecornn.tune.choose import default_target
+from ecornn.targets import default_target, resolve
 
 HERE = Path(__file__).resolve().parent
 RESULTS, BEGUN = Path("benchmarks/results"), Path("build/bench")  # docs' links are relative to the checkout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import NoneType
@@ -17,7 +17,7 @@ from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
-from ecornn.targets import resolve
+from ecornn.targets import default_target, kind_of, resolve
 from ecornn.workload import BATCH, SEQ, Overlap, Stack, Workload
 
 if TYPE_CHECKING:
@@ -88,11 +88,21 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
 def device_of(target: str | Device | None) -> Device:
     """The device of a target; None: the GPU if there is one, else the CPU. Raises :class:`~ecornn.errors.ArgumentError`
     where it is none, :class:`~ecornn.errors.DeviceError` where it is not at hand."""
-    from ecornn.tune.choose import default_target
-
     if not isinstance(target, (str, Device, NoneType)):
         raise ArgumentError("target", target, "cuda, cpu, an architecture or a Device")
     return resolve(target if target is not None else default_target())
+
+
+@contextlib.contextmanager
+def host_code_for(target: str | Device | None) -> Iterator[None]:
+    """Compiles the host code of a GPU's modules, unless the cache has it, while the caller imports TVM, checks a layer
+    and plans it. Does nothing for a CPU, which TVM finds, and leaves errors of ``target`` to :func:`device_of`."""
+    from ecornn.build.module import host_code_ahead
+
+    target = default_target() if target is None else target
+    kind = target.kind if isinstance(target, Device) else kind_of(str(target))
+    with host_code_ahead(kind) if kind == "cuda" else contextlib.nullcontext():
+        yield
 
 
 @public
@@ -234,9 +244,10 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     ``DeviceError`` where the target is not at hand, ``CellError`` for a cell that cannot be
     analysed, ``ScheduleError`` where no schedule serves the layer or the configuration cannot run,
     ``BuildError`` where a compiler is missing or fails."""
-    layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
-                      layers, bidirectional, lengths, resets, reverse, sequences, training, keep)
-    return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
+    with host_code_for(target):  # a user's own cell imports TVM
+        layer = LayerSpec(cell, hidden, input, batch, seq, dtype, weights, precision,
+                          layers, bidirectional, lengths, resets, reverse, sequences, training, keep)
+        return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
 
 
 @public
@@ -247,17 +258,15 @@ def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, sched
     from ecornn.quick_tvm import require_tvm
 
     require_tvm()
-    from ecornn.build.module import host_code_ahead
-    from ecornn.runtime.loader import load
-
-    device = device_of(target)
 
     def built(file: Path) -> Module:
+        from ecornn.runtime.loader import load
+
         build(planned, file)
         return load(file)
 
-    with host_code_ahead(device) if device.kind == "cuda" else contextlib.nullcontext():
-        planned = plan_layer(layer, target=device, schedule=schedule, config=config, overlap=overlap)
+    with host_code_for(target):
+        planned = plan_layer(layer, target=device_of(target), schedule=schedule, config=config, overlap=overlap)
         if out is not None:
             return built(Path(out))
         return temporary.lasting(lambda folder: built(folder / f"{planned.cell.name}.so"))

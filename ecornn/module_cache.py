@@ -260,11 +260,13 @@ def ready(_: None) -> None:
 
 def compile_for_another(asked: Asked) -> str:
     """Compiles a layer; the file of its entry, empty if the cache keeps none."""
+    from ecornn.compiler import host_code_for
     from ecornn.quick_tvm import import_tvm
 
-    if importlib.util.find_spec("tvm") is not None:
-        import_tvm()
-    layer = LayerSpec(**asked.fields)
-    parts = _parts(layer, asked.target, None), _compilers(asked.target)  # before: somebody may tune meanwhile
-    compiled_layer(layer, asked.target)
+    with host_code_for(asked.target):
+        if importlib.util.find_spec("tvm") is not None:
+            import_tvm()
+        layer = LayerSpec(**asked.fields)
+        parts = _parts(layer, asked.target, None), _compilers(asked.target)  # before: somebody may tune meanwhile
+        compiled_layer(layer, asked.target)
     return str(cache.file_of("layer", (*parts[0], *parts[1])) or "")

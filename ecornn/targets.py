@@ -25,6 +25,19 @@ KNOWN = {arch: next(device for device in BY_NAME.values() if device.arch == arch
 NAMES = ", ".join([*KNOWN, *BY_NAME])
 
 
+def default_target() -> str:
+    """``cuda`` where there is a GPU that schedules serve, else ``cpu``."""
+    try:
+        return "cuda" if host_gpu.detect() is not None else "cpu"
+    except DeviceError:
+        return "cpu"
+
+
+def kind_of(target: str) -> str:
+    """The kind of device that a target means, ``cuda`` or ``llvm``, without a look at the machine."""
+    return "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
+
+
 def resolve(target: str | Device) -> Device:
     """The device for ``cpu``, ``cuda`` (the GPU at hand), an architecture such as ``sm_90a``, a product such as
     ``rtx-4090`` or ``RTX 4090``, or a CPU's LLVM name such as ``neoverse-v1``. An architecture means its most common

@@ -19,7 +19,8 @@ from ecornn import compiler
 from ecornn.bench.peers import named
 from ecornn.errors import ArgumentError, MissingPackageError, ScheduleError
 from ecornn.layer_spec import LayerSpec, usual_dtype
-from ecornn.tune.choose import default_target, serving_or_raise
+from ecornn.targets import default_target, kind_of
+from ecornn.tune.choose import serving_or_raise
 
 ALIKE = "the same as is compiled anyway"
 OF_CASE = ("cell", "weights", "precision", "keep")
@@ -52,8 +53,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
             if getattr(self, name) is None:
                 raise ArgumentError(f"--{name}", None, "a value, or a module file in its place")
         target = self.target or default_target()
-        dtype = self.dtype or usual_dtype("cuda" if target == "cuda" or target.startswith("sm_") else "llvm",
-                                          self.precision)
+        dtype = self.dtype or usual_dtype(kind_of(target), self.precision)
         given = {name: value for name in LayerSpec.__dataclass_fields__
                  if (value := getattr(self, name, None)) is not None}
         return LayerSpec(**given | {"dtype": dtype})

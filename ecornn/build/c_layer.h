@@ -6,12 +6,11 @@
 #include <array>
 #include <atomic>
 #include <cctype>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <new>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -406,29 +405,39 @@ struct Layer : ecornn_layer {
   std::vector<Placing> placings;
 };
 
+// Whether a word of `text` is `word`; neither case nor '_', '-' and '.' count.
+inline bool HasWord(const char* text, const char* word) {
+  const auto letter = [](const char** at) {  // the next one that counts
+    while (**at == '_' || **at == '-' || **at == '.') ++*at;
+    return tolower(static_cast<unsigned char>(**at));
+  };
+  while (*text) {
+    const char* rest = word;
+    while (letter(&text) == letter(&rest) && *rest) ++text, ++rest;
+    if (!*rest && (!*text || isspace(static_cast<unsigned char>(*text)))) return true;
+    text += strcspn(text, " \t\n");
+    text += strspn(text, " \t\n");
+  }
+  return false;
+}
+
 // Whether this CPU has all instructions that the module uses; fails with the first that it lacks.
 inline int32_t CheckHost(const Failure& fail, const Tables& tables) {
   if (tables.flags.empty()) return ECORNN_OK;
-  const auto plain = [](const std::string& name) {
-    std::string made;
-    for (char c : name) {
-      if (c != '_' && c != '-' && c != '.') made += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-    }
-    return made;
-  };
-  std::ifstream file("/proc/cpuinfo");
-  std::string line, present;
-  while (present.empty() && std::getline(file, line)) {
-    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
-    present = " " + plain(line.substr(line.find(':') + 1)) + " ";
+  FILE* file = fopen("/proc/cpuinfo", "r");  // streams take a tenth of the time to compile all this
+  char* line = nullptr;
+  size_t room = 0;
+  const char *present = nullptr, *lacking = nullptr;  // none is present where this kernel does not tell
+  while (file && !present && getline(&line, &room, file) > 0) {
+    if (!strncmp(line, "flags", 5) || !strncmp(line, "Features", 8)) present = strchr(line, ':');
   }
-  if (present.empty()) return ECORNN_OK;  // this kernel does not tell
   for (const char* flag : tables.flags) {
-    if (present.find(" " + plain(flag) + " ") == std::string::npos) {
-      return fail(ECORNN_DEVICE, "the module was compiled for %s and uses %s, which this CPU lacks", tables.arch, flag);
-    }
+    if (present && !lacking && !HasWord(present, flag)) lacking = flag;
   }
-  return ECORNN_OK;
+  free(line);
+  if (file) fclose(file);
+  return !lacking ? ECORNN_OK : fail(ECORNN_DEVICE, "the module was compiled for %s and uses %s, which this CPU lacks",
+                                     tables.arch, lacking);
 }
 
 }  // namespace ecornn_c

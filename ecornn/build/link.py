@@ -11,16 +11,18 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from importlib.machinery import PathFinder
 from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ecornn import checksum, temporary
 from ecornn.build import cache
-from ecornn.build.commands import ANSWER, WORK, at_the_same_time, first_lines, run
+from ecornn.build.commands import ANSWER, WORK, at_the_same_time, first_lines, run, started
 from ecornn.build.generated import Generated, NumberTables
-from ecornn.errors import BuildError
+from ecornn.errors import BuildError, MissingPackageError
 from ecornn.interrupts import safe_interrupts
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -28,6 +30,7 @@ LIBRARY = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")
 SOURCE_SUFFIXES = (".cc", ".cpp", ".c", ".s")  # other files are headers
 MARK = 0x6E72726F63652E31  # kMark of host_cuda.h
 ALIGNMENT = 64  # bytes, of what lies behind a library
+LOOK = 0.05  # seconds between two looks at whether those who wait still should
 
 
 def link(generated: Generated, out: Path) -> None:
@@ -56,11 +59,9 @@ def link(generated: Generated, out: Path) -> None:
 def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[str, bytes],
             functions: Sequence[str]) -> bytes:
     """A shared library of these."""
-    from tvm_ffi import libinfo
-
     with temporary.folder() as folder:
         inputs = write_inputs(objects, binaries, folder, functions)
-        return _made([*compiler, "-shared", "-pthread", *inputs, f"-L{Path(libinfo.find_libtvm_ffi()).parent}",
+        return _made([*compiler, "-shared", "-pthread", *inputs, f"-L{Path(libinfo().find_libtvm_ffi()).parent}",
                       "-Wl,--as-needed", "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic",
                       "-Wl,--strip-debug", "-ltvm_ffi", "-ldl"], folder)
 
@@ -71,9 +72,16 @@ def _made(command: Sequence[str], folder: Path) -> bytes:
 
 
 def _host_library(compiler: Sequence[str], shared: Mapping[str, str]) -> bytes:
-    """The library that all CUDA modules are: from the cache, once it has been compiled. A second caller waits."""
-    with _lock:
+    """The library that all CUDA modules are: from the cache, once it has been compiled. A second caller waits, unless
+    its pool is ended."""
+    lock = _lock
+    while not lock.acquire(timeout=LOOK):
+        for owner in started():
+            owner.check()
+    try:
         return _host_library_of(tuple(compiler), tuple(shared.items()))
+    finally:
+        lock.release()
 
 
 _lock = threading.Lock()
@@ -136,10 +144,8 @@ def _compiled(compiler: Sequence[str], *groups: Mapping[str, str], optimize: str
 def _object(compiler: tuple[str, ...], optimize: str, source: tuple[str, str],
             headers: tuple[tuple[str, str], ...]) -> bytes:
     """One source's object file: the latest ones of this process, or from the cache."""
-    from tvm_ffi import libinfo
-
     flags = ["-fPIC", optimize, "-std=c++17", "-fvisibility=hidden", "-pthread"]
-    folders = [f"-I{f}" for f in (libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
+    folders = [f"-I{f}" for f in (libinfo().find_include_path(), libinfo().find_dlpack_include_path())]
 
     def compile() -> bytes:
         with temporary.folder() as folder:
@@ -155,11 +161,9 @@ def package_library(source: str, linked: Sequence[str], folders: Sequence[str] =
                     parts: Sequence[str] = ()) -> bytes:
     """The bytes of a shared library of a C++ file of the package: cached, or new. ``folders``: headers of others, which
     ``parts`` name with their versions. Raises :class:`BuildError` where there is no compiler, or it fails."""
-    from tvm_ffi import libinfo
-
     package = Path(str(resources.files("ecornn")))
-    places = [*(f"-I{folder}" for folder in (*folders, package / "include", libinfo.find_dlpack_include_path())),
-              f"-L{Path(libinfo.find_libtvm_ffi()).parent}"]
+    places = [*(f"-I{folder}" for folder in (*folders, package / "include", libinfo().find_dlpack_include_path())),
+              f"-L{Path(libinfo().find_libtvm_ffi()).parent}"]
 
     def compile() -> bytes:
         with temporary.folder() as folder:
@@ -181,6 +185,19 @@ def package_library_file(arguments: dict[str, Any]) -> str:
     """Makes what :func:`package_library` makes of these; the file of its entry, empty if the cache keeps none."""
     package_library(**arguments)
     return str(cache.file_of(*_library_entry(**arguments)) or "")
+
+
+@functools.cache
+def libinfo() -> Any:
+    """``tvm_ffi.libinfo``, which finds headers and the library, without its package, which loads that library and
+    imports PyTorch where it is installed."""
+    package = find_spec("tvm_ffi")
+    found = PathFinder.find_spec("libinfo", package.submodule_search_locations) if package is not None else None
+    if found is None or found.loader is None:
+        raise MissingPackageError("apache-tvm-ffi is not installed, so that nothing can be linked")
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def identity() -> str:

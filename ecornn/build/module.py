@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from ecornn import temporary
 from ecornn.build import c_tables, cuda, llvm
@@ -31,6 +30,9 @@ from ecornn.interrupts import safe_interrupts
 from ecornn.manifest import Manifest
 from ecornn.program import Program
 
+if TYPE_CHECKING:
+    import numpy as np
+
 MANIFEST = "ecornn_manifest"
 
 
@@ -44,19 +46,17 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     """Builds ``program`` for ``manifest.device`` into the module file ``out``; returns what was generated on the way.
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was."""
-    with host_code_ahead(manifest.device):
+    with host_code_ahead(manifest.device.kind):
         generated = _complete(program, manifest)
     link(generated, out)
     return generated
 
 
 @contextlib.contextmanager
-def host_code_ahead(device: Device) -> Iterator[None]:
-    """Compiles, while the caller does something else, the host code that all modules of a device's kind share. The
-    first module of a machine waits for it."""
-    import tvm_ffi.libinfo  # noqa: F401  # not by two threads at once
-
-    backend = cuda if device.kind == "cuda" else llvm
+def host_code_ahead(kind: str) -> Iterator[None]:
+    """Compiles, while the caller imports TVM and plans, the host code that all modules of a kind of device share. The
+    first module of a machine waits for it; an exception ends the compiler. Imports nothing of TVM itself."""
+    backend = cuda if kind == "cuda" else llvm
     with at_the_same_time(1) as thread:
         thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
         yield
@@ -112,6 +112,8 @@ def build_archive(program: Program, manifest: Manifest, out: Path,
 
 def _embedded(name: str, manifest: Manifest, weights: Mapping[str, np.ndarray[Any, Any]]) -> tuple[bytes, str]:
     """The weights, each at a multiple of 64 bytes, and the header's function that binds them."""
+    import numpy as np
+
     dtype, content, shapes, tensors, named = manifest.workload.dtype, bytearray(), list[str](), list[str](), list[str]()
     code, bits = DLPACK[dtype]
     for n, parameter in enumerate(manifest.parameters):

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 MADE = "cse_v"  # begins the names that TVM makes up
 LARGE = 6  # operations of an expression that is worth such a name
 # calls that TVM takes to have effects, but that may go with their values
@@ -155,6 +153,8 @@ def readable_text(source: str) -> str:
 
 def _decimal(match: re.Match[str]) -> str:
     """A number, shortest in decimal, that is read as the same."""
+    import numpy as np
+
     value = float.fromhex(match[1])
     return f"{np.float32(value)}f" if match[2] else repr(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -23,12 +24,13 @@ from ecornn.cli.common import (
     said_while,
     with_json,
 )
-from ecornn.compiler import LayerPlan, build, build_archive, generate, plan_layer
+from ecornn.compiler import LayerPlan, build, build_archive, generate, host_code_for, plan_layer
 from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.quick_tvm import import_tvm
+from ecornn.targets import default_target, kind_of
 from ecornn.weight_files import check_place, check_shapes, read_layer, save, sizes_of
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
@@ -56,8 +58,6 @@ class Asked:
 
     def layer(self) -> tuple[LayerSpec, str, dict[str, Any]]:
         """The layer, its target, and the weights, by name, of a model or a file; refuses arguments that do not fit."""
-        from ecornn.tune.choose import default_target
-
         given = {name: value for name, value in self.properties.items() if value not in (None, False)}
         stated, bound = layer_of(self.model, self.node, self.weights_from, self.prefix)
         for name, value in stated.items():
@@ -68,8 +68,8 @@ class Asked:
             if name not in layer:
                 raise ArgumentError(f"--{name}", None, f"a value, or {other}")
         target = self.target or default_target()
-        kind = "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
-        layer.setdefault("dtype", "float32" if self.model is not None else usual_dtype(kind, layer.get("precision")))
+        usual = usual_dtype(kind_of(target), layer.get("precision"))
+        layer.setdefault("dtype", "float32" if self.model is not None else usual)
         return LayerSpec(**layer), target, bound
 
     def plan(self, spec: LayerSpec, target: str, weights: dict[str, Any]) -> LayerPlan:
@@ -190,7 +190,6 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     ONNX node are written beside it, to FILE.safetensors."""
     from ecornn.build.module import name_of
 
-    load_tvm()
     if output is None and emit is None:
         raise ArgumentError("--output", None, "a file name, or --emit to see only the code")
     if emit_to is not None and emit is None:
@@ -204,22 +203,24 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     if json and emit is not None and emit_to is None:
         raise ArgumentError("--json", True, "--emit-to, too, since --emit and --json both print to standard output")
     check_files(asked.model, asked.weights_from, output, emit_to)
-    spec, target, bound = asked.layer()
-    if emit == "step" and output is None:  # also of a step that no schedule serves
-        show(step_of(spec), emit_to)
-        return
-    planned = asked.plan(spec, target, bound)
-    kind = planned.device.kind
-    if emit is not None and emit not in EMITTED[kind]:  # before anything is written
-        raise ArgumentError("--emit", emit, f"one of {', '.join(EMITTED[kind])} for {kind}")
-    words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
-    click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
-    for labels, chosen, why in planned.why():
-        chosen, why = (chosen, why) if verbose else (chosen.split()[0], briefly(why))
-        click.echo(f"schedule{f' of {labels}' if labels else ''}: {chosen}\nwhy: {why}", err=True)
+    with host_code_for(asked.target) if output is not None else contextlib.nullcontext():
+        load_tvm()
+        spec, target, bound = asked.layer()
+        if emit == "step" and output is None:  # also of a step that no schedule serves
+            show(step_of(spec), emit_to)
+            return
+        planned = asked.plan(spec, target, bound)
+        kind = planned.device.kind
+        if emit is not None and emit not in EMITTED[kind]:  # before anything is written
+            raise ArgumentError("--emit", emit, f"one of {', '.join(EMITTED[kind])} for {kind}")
+        words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
+        click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
+        for labels, chosen, why in planned.why():
+            chosen, why = (chosen, why) if verbose else (chosen.split()[0], briefly(why))
+            click.echo(f"schedule{f' of {labels}' if labels else ''}: {chosen}\nwhy: {why}", err=True)
+        with said_while("compiling"):
+            generated = build(planned, output) if output is not None else generate(planned)
     written: list[Path | None] = []
-    with said_while("compiling"):
-        generated = build(planned, output) if output is not None else generate(planned)
     if output is not None:
         click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
         written, weights_from = [output], asked.weights_from

@@ -139,7 +139,8 @@ on a network where everybody may run any program on these machines.
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool, json: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
-    from ecornn.tune.choose import default_target, present
+    from ecornn.targets import default_target
+    from ecornn.tune.choose import present
     from ecornn.tune.remote import Tracker, is_loopback, require_loopback, start
 
     registry = Tracker.parse(tracker, key, allow_remote)
@@ -186,14 +187,14 @@ def config(cflags: bool, libs: bool, folder: bool) -> None:
     """
     if not (cflags or libs or folder):
         raise click.UsageError("give --cflags, --libs or both, or --folder")
-    from tvm_ffi import libinfo
+    from ecornn.build.link import libinfo
 
     headers = Path(str(resources.files("ecornn"))) / "include"
     flags = [str(headers)] if folder else []
     if cflags:
-        flags += [f"-I{headers}", f"-I{libinfo.find_dlpack_include_path()}"]
+        flags += [f"-I{headers}", f"-I{libinfo().find_dlpack_include_path()}"]
     if libs:
-        library = Path(libinfo.find_libtvm_ffi())
+        library = Path(libinfo().find_libtvm_ffi())
         # the module needs it, the program does not: the linker must keep it all the same
         flags += [f"-L{library.parent}", f"-Wl,-rpath,{library.parent}", "-Wl,--no-as-needed", "-ltvm_ffi",
                   "-Wl,--as-needed", "-ldl"]

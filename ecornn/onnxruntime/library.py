@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ecornn.boundary import public
-from ecornn.build.link import package_library
+from ecornn.build.link import libinfo, package_library
 from ecornn.errors import ArgumentError, ModuleError
 
 NAME = "libecornn_onnxruntime.so"
@@ -26,9 +26,7 @@ _MOST = 1024
 def write(folder: Path) -> Path:
     """Puts the library and libtvm_ffi, which it needs, into a folder; returns the library's path. Raises
     :class:`~ecornn.errors.BuildError` without a C++ compiler."""
-    from tvm_ffi import libinfo
-
-    runtime, content = Path(libinfo.find_libtvm_ffi()), package_library(SOURCE, LINKED)
+    runtime, content = Path(libinfo().find_libtvm_ffi()), package_library(SOURCE, LINKED)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as name:
         library = Path(name, NAME)
         library.write_bytes(content)

@@ -21,7 +21,7 @@ from ecornn.host_cpu import cpuinfo
 from ecornn.manifest import versions
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import AnySchedule, Task, Value, config_text
-from ecornn.targets import resolve
+from ecornn.targets import default_target, resolve
 from ecornn.tune.log import Log, read_all
 from ecornn.tune.lookup import Found, find
 from ecornn.tune.record import Clocks
@@ -29,14 +29,6 @@ from ecornn.tune.transfer import lent
 from ecornn.workload import ON_GPUS, Workload
 
 GENERAL = {"llvm": "cpu", "cuda": "cuda"}  # kind -> the target that means whatever device of it is there
-
-
-def default_target() -> str:
-    """``cuda`` where there is a GPU that schedules serve, else ``cpu``."""
-    try:
-        return "cuda" if host_gpu.detect() is not None else "cpu"
-    except DeviceError:
-        return "cpu"
 
 
 def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:

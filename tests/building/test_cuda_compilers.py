@@ -1,16 +1,21 @@
 """Compilers of a CUDA module: nvcc, NVRTC, the host's C++ compiler, what they say; and the cache of what they made."""
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import cuda_sample
 import psutil
 import pytest
-from events import LIMIT
+from events import LIMIT, until
 from refusals import refused
 
+import ecornn.compiler
 from ecornn.build import cache, nvcc, nvrtc
 from ecornn.build import link as linking
 from ecornn.build.commands import at_the_same_time
@@ -20,6 +25,7 @@ from ecornn.build.link import link
 from ecornn.compiler import plan
 from ecornn.errors import ArgumentError, BuildError, DeviceError
 from ecornn.host_gpu import architecture
+from ecornn.layer_spec import LayerSpec
 
 
 @pytest.fixture
@@ -265,3 +271,36 @@ def test_what_waits_for_another_process_ends_with_its_pool(monkeypatch: pytest.M
                 pass
             raise KeyboardInterrupt
         refused(BuildError, "stopped", waits.result)
+
+
+def test_host_code_is_compiled_before_tvm_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    called = tmp_path / "called"
+    compiler_of(tmp_path, monkeypatch, f'#!/bin/sh\necho "$@" >> {called}\nfor last; do :; done\necho > "$last"\n')
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    code = ("import sys; from ecornn.compiler import host_code_for\nwith host_code_for('sm_90a'): pass\n"
+            "print(*{'tvm', 'tvm_ffi', 'torch', 'numpy'} & {*sys.modules})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == "\n"
+    *_, linked = commands = called.read_text().splitlines()
+    assert "-shared" in linked
+    assert all(any(f"-c {name}.cc" in one for one in commands) for name in ("host_cuda", "c_api"))
+
+
+@pytest.mark.parametrize("wrong", [{"cell": "lstn"}, {"hidden": 0}, {"schedule": "persistant"}], ids=str)
+def test_errors_of_arguments_end_the_compiler(wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The compiler hangs; for an unknown schedule, compile_layer() within compile() waits for the same code, too."""
+    started, layer_spec = tmp_path / "started", ecornn.compiler.LayerSpec
+
+    def checked(*properties: Any) -> LayerSpec:
+        until(started.exists)
+        return layer_spec(*properties)
+
+    compiler_of(tmp_path, monkeypatch, '#!/bin/sh\ncase "$*" in *--version*) echo none;;\n'
+                f'*) touch {started}; sleep 6200 & wait;; esac\n')
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(ecornn.compiler, "LayerSpec", checked)
+    begun = time.monotonic()
+    with pytest.raises(ArgumentError, match=f"^{next(iter(wrong))}="):
+        ecornn.compile(**{"cell": "lstm", "hidden": 64, "target": "sm_90a"} | wrong)
+    assert time.monotonic() - begun < LIMIT  # WORK is longer
+    assert not [p for p in psutil.Process().children(recursive=True) if "6200" in p.cmdline()]

@@ -23,14 +23,14 @@ from onnxruntime_sample import model_of
 from refusals import refused
 
 import ecornn
-from ecornn import checksum, compiler
+from ecornn import checksum, compiler, host_cpu
 from ecornn.analysis import analyse
 from ecornn.build import build_module, c_tables, cuda, module
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
 from ecornn.cells import get
 from ecornn.cli import main
-from ecornn.errors import ArgumentError, BuildError
+from ecornn.errors import ArgumentError, BuildError, DeviceError
 from ecornn.host_gpu import detect
 from ecornn.layer_spec import LayerSpec
 from ecornn.numpy_reference import random_weights
@@ -211,6 +211,22 @@ def test_versions(folder: Path, lstm: Module, program: Path):
     result = subprocess.run([program, older, folder, "1", "1", "1"], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "open: 11 " in result.stderr and "before modules had a C interface" in result.stderr
+
+
+def test_the_module_asks_for_instructions_in_any_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its C++ code does, besides ecornn.load(), which reads the manifest."""
+    planned, out = compiler.plan("rnn_tanh", hidden=8, target="cpu"), tmp_path / "asks.so"
+    feature = planned.device.features[0]
+    flag = next(name for name, of in host_cpu.FLAGS.items() if of == feature)
+    for spelled, there in (("-".join(flag.upper()), True), (f"{flag}_2", False)):
+        monkeypatch.setattr(c_tables, "FLAGS", {flag: of for flag, of in host_cpu.FLAGS.items() if of != feature} | {
+            spelled: feature})
+        compiler.build(planned, out)
+        built = ecornn.load(out)
+        if there:
+            built.bind(weights_of(built))
+        else:
+            refused(DeviceError, f"uses {spelled}, which this CPU lacks", built.bind, weights_of(built))
 
 
 def test_what_version_1_of_the_interface_stays(folder: Path):

@@ -91,7 +91,7 @@ MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules"
                               "schedules.rates", "svg", "task", "tune", "quick_tvm"}
 # What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
-                                      "numpy_reference", "quick_tvm", "runtime", "tune", "worker"}
+                                      "numpy_reference", "quick_tvm", "runtime", "targets", "tune", "worker"}
 MAY_IMPORT["module_cache"] = {"boundary", "build", "compiler", "errors", "layer_spec", "manifest", "program",
                               "quick_tvm", "runtime", "tuning_logs"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
