@@ -74,13 +74,13 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
               "that it already has are skipped, so that the same command continues a stopped run.")
 @click.option("--jobs", type=click.IntRange(0, 1024), metavar="N", default=0, show_default=True,
               help="Compile N layers of the grid at a time, in processes, and time them in another process, which is "
-                   "replaced if a layer hangs. With 0 all is done in this process.")
+                   "replaced if a layer hangs. 0 does both in this process.")
 @click.option("--longest", type=click.FloatRange(min=1), metavar="SECONDS", default=120.0, show_default=True,
               help="With --jobs, the time after which a layer counts as failed.")
 @click.option("--reproduce", metavar="FILE[:N]", help="Time row N of this file of results (--json or --csv) again, and "
               "compare with the earlier times.")
 @click.option("--seconds", type=click.FloatRange(min=0.01), metavar="SECONDS", default=2.0, show_default=True,
-              help="Approximate time for timing each library; a few runs are always made.")
+              help="Approximate time for timing each library, which takes a few runs at least.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="N", default=0, show_default=True,
               help="Seed of the weights and inputs.")
 @click.option("--csv", type=PATH, metavar="FILE", help="Also write a line for each layer to this file.")

@@ -145,7 +145,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "bidirectional": {"is_flag": True, "help": "Run every layer in both directions; y has the shape (T, B, 2 H)."},
     "reverse": {"is_flag": True, "help": "Run from the end of each sequence to its start only."},
     "lengths": {"is_flag": True, "help": "Calls may pass the length of each sequence."},
-    "resets": {"is_flag": True, "help": "Calls may pass a mask of the steps at which a sequence starts anew."},
+    "resets": {"is_flag": True, "help": "Calls may pass a mask of the steps at which a new sequence starts."},
     "sequences": {"is_flag": True, "help": "Calls may put many sequences end to end into a column of the batch (GPU "
                   "only)."},
     "training": {"is_flag": True, "help": "Compile the gradients, too, for Layer.forward and Layer.backward."},
@@ -156,8 +156,8 @@ PROPERTIES: dict[str, dict[str, Any]] = {
 
 TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
     "The device: this machine's GPU (cuda) or CPU (cpu), a GPU architecture such as sm_90a, a product such as "
-    "rtx-4090, or LLVM's name of a CPU such as neoverse-v1. A device to measure on must be in this machine; `ecornn "
-    "tune` also takes one behind --tracker.  [default: cuda if there is a GPU, else cpu]"))
+    "rtx-4090, or LLVM's name of a CPU, such as neoverse-v1. Measuring needs the device in this machine; `ecornn "
+    "tune` can also reach one through --tracker.  [default: cuda if there is a GPU, else cpu]"))
 
 # The headings of help texts, in their order, with the options that stand below each.
 GROUPS = {"Layer": "cell hidden input batch seq dtype layers bidirectional reverse training lengths resets sequences "

@@ -316,8 +316,9 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
 def explain(asked: Asked, verbose: bool, json: bool) -> None:
     """Explains how a layer would be compiled, and why. Takes the options of `ecornn compile`, and builds nothing.
 
-    It describes the step, the schedules that serve it and those that do not, the record behind the choice, the
-    resources on the chip, and the expected time of a step beside a lower bound. A GPU architecture needs no GPU."""
+    It describes one step of the layer, the schedules (templates of code) that support it and those that do not, the
+    record behind the choice, the resources on the chip, the expected time of a step, and a lower bound for it. To
+    explain a GPU's code you need no GPU: name its architecture with --target."""
     from ecornn.explain import explain as explained
 
     load_tvm()

@@ -106,7 +106,7 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
 @click.option("--all", "whole", is_flag=True, help="Print all, with configuration, file and line. So does --json.")
 @with_json
 def best(files: tuple[Path, ...], whole: bool, json: bool) -> None:
-    """Prints the fastest trial of each workload and device, in a table of the latest ones.
+    """Prints the fastest trial of each layer and device, for those that were tuned last.
 
     Without FILES your own records come before those that ship."""
     lines = fastest(collect(files, strict=True))
@@ -362,16 +362,18 @@ Examples:
               show_default=True, metavar="PAGE.html", help="File to write; an existing file is replaced.")
 @click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
               help="The number of latest searches that have a section.")
-@click.option("--only", default="", metavar="TEXT", help="Only layers whose name contains TEXT, as 'lstm T=300 B=20'.")
+@click.option("--only", default="", metavar="TEXT", 
+              help="Only layers whose name contains TEXT, such as 'lstm T=300 B=20'.")
 @click.option("--results", multiple=True, type=PATH, metavar="FILE",
-              help="Also show times of other libraries from `ecornn bench --json` or --csv; repeatable.")
+              help="Also show times of other libraries from `ecornn bench --json` or --csv. May be repeated.")
 @with_json
 def report(files: tuple[Path, ...], output: Path, searches: int, only: str, results: tuple[Path, ...],
            json: bool) -> None:
     """Makes one HTML page of tuning logs, by default those of your folder. The page needs no network.
 
-    For each search it shows the curve, the effect of each knob, and the result compared with the default and the floor;
-    for all layers it shows the best. It needs Jinja: pip install jinja2."""
+    For each search it shows the best time after each trial, the effect of each knob (a choice in the code), and the
+    result compared with the default and with the floor (a lower bound). For all layers it shows the best times. It
+    needs Jinja: pip install jinja2."""
     from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.log import read_all

@@ -22,7 +22,7 @@ from ecornn.tuning_logs import shipped_folder, user_folder
 @click.command()
 @with_json
 def doctor(json: bool) -> None:
-    """Says what this machine can compile for, tune and run, and what to install for the rest."""
+    """Shows what this machine can compile for, tune and run, and how to install what is missing."""
     from ecornn.host_gpu import detect
     from ecornn.tune.log import read_all
 

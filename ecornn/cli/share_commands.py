@@ -128,10 +128,11 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 @with_json
 @safe_interrupts(*ENDING)
 def pull(source: str, sha256: str | None, max_size: int, dry_run: bool, json: bool) -> None:
-    """Adds all records of SOURCE to yours, as `ecornn log import` does, or none.
+    """Adds the records of SOURCE to yours, for compilations to use.
 
-    SOURCE is a log, a folder of logs, the https address of a log, or a Git repository, whose latest commit is read. In
-    a folder or repository, the logs in it and in its tuning_logs/ are read. If a line is damaged, nothing is added."""
+    SOURCE is a log, a folder of logs, the https address of a log, or a Git repository. The command reads the logs in a
+    folder and in its tuning_logs/, and the same of the latest commit of a repository. If a line is damaged, it adds
+    nothing. To undo, delete imported.jsonl in your folder; this also drops what `ecornn log import` added."""
     from ecornn.schedules import revisions
     from ecornn.tune.log import read_all
     from ecornn.tune.sharing import news

@@ -85,7 +85,7 @@ ONE_SEARCH = "The backward pass has no knobs on a CPU, so only the forward pass 
 @click.option("--time-limit", type=click.FloatRange(min=1.0), metavar="SECONDS",
               help="End the search of a layer after this time, which includes earlier runs that it resumes.")
 @click.option("--early-stop/--no-early-stop", default=True, show_default=True, help="End after 59 trials in a row that "
-              "were not faster by 1%. Then, with 95% confidence, fewer than one in twenty further trials would be.")
+              "were not faster by 1%. Then, with 95% confidence, fewer than one in twenty more would be faster.")
 @click.option("--seed", type=click.IntRange(min=0, max=1 << 30), metavar="N", default=0, show_default=True,
               help="Seed of the search and of the random inputs.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Continue the run that is in the log.")
@@ -108,8 +108,9 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
          allow_remote: bool, torch: bool, verbose: bool, json: bool, tensorboard: Path | None, **options: Any) -> None:
     """Searches for the fastest schedule and knobs of a layer, or of many layers.
 
-    A candidate counts only if its output matches a float64 reference. Candidates run in a process of their own, which
-    is stopped if one hangs."""
+    It tries many configurations on this machine's GPU or CPU, and writes each trial to a log, which later compilations
+    read. A configuration counts only if its output matches a float64 reference. Configurations run in a process of
+    their own, which is stopped if one hangs."""
     layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
         with contextlib.ExitStack() as stack, safe_interrupts(*ENDING):
