@@ -77,7 +77,7 @@ def output_numbers(cell: Cell) -> tuple[int, ...]:
 class Step:
     """One step of a cell, for x (B, I), the cell's inputs behind it, and states (B, H): te tensors, and a walk through
     them. Values are NumPy arrays, of float64 but for indices and conditions. Other back ends override ``expanded``,
-    ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``."""
+    ``largest``, ``plus``, ``product``, ``custom_gradient``, ``applied``, ``cast`` and ``load``."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
@@ -145,7 +145,10 @@ class Step:
             name, arguments = "if_then_else", [e.condition, e.true_value, e.false_value]
         elif kind in BINARY:
             name, arguments = kind, [e.a, e.b]
-        elif kind == "Call" and (name := e.op.name.rsplit(".", 1)[-1]) in FUNCTIONS:
+        elif kind == "Call" and (name := e.op.name.rsplit(".", 1)[-1]) == "custom_gradient":
+            first, *pairs = e.args
+            return self.custom_gradient(self.value(first, places), pairs, places)
+        elif kind == "Call" and name in FUNCTIONS:
             arguments = e.args
         else:
             raise CellError(f"the cell uses {e.op.name if kind == 'Call' else kind}, {self.UNKNOWN}")
@@ -178,6 +181,10 @@ class Step:
         total = np.einsum(*operands, out, optimize=len(values) > 1)
         alike = math.prod(size for n, size in enumerate(extents) if n >= kept and not shared[n])
         return total.reshape([extents[n] if shared[n] else 1 for n in range(kept)]) * alike
+
+    def custom_gradient(self, value: Any, pairs: Sequence[Expr], places: Mapping[Var, Array]) -> Any:
+        """``value``, whose derivatives ``pairs`` say: an operand, the derivative by it, and so on."""
+        return value
 
     def applied(self, name: str, arguments: Sequence[Any]) -> Any:
         return np.asarray(OPERATORS[name].numpy(*arguments))

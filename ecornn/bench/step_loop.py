@@ -20,7 +20,9 @@ from ecornn.interpreter import BINARY, OPERATORS, Step, output_numbers
 from ecornn.workload import Part, Stack, Workload
 
 if TYPE_CHECKING:
+    from tvm.ir import Expr
     from tvm.te import Tensor
+    from tvm.tirx import Var
 
 CLAMP = {"Max": "torch.clamp({0}, min={1})", "Min": "torch.clamp({0}, max={1})"}  # where one side is a number
 NUMBERS = {"pow", *BINARY} - {"And", "Or"}  # those that take Python's numbers beside tensors
@@ -59,6 +61,10 @@ class TorchStep:
 
         names: dict[str, Any] = {"torch": torch, "kind": dtype}
         names |= {name: tensor(value) for name, value in self.constants.items()}
+        if "custom_gradient(" in self.source:
+            from ecornn.torch.custom_gradient import custom_gradient
+
+            names["custom_gradient"] = custom_gradient
         exec(compile(self.source, "<te step>", "exec"), names)
         return names["prepare"], names["step"]
 
@@ -212,6 +218,14 @@ class _Writer(Step):
             numbers = not all(number[1:])
         shape = tuple(np.broadcast_shapes(*(a.shape for a in arguments)))
         return self.line(code.format(*map(self.written_as if numbers else self.named, arguments)), shape, arguments)
+
+    def custom_gradient(self, value: Value, pairs: Sequence[Expr], places: Mapping[Var, np.ndarray]) -> Value:
+        of = [value, *(self.value(e, places) for e in pairs)]
+        if all(isinstance(v, np.ndarray) for v in of):
+            return value
+        shape = tuple(np.broadcast_shapes(*(v.shape for v in of)))
+        first, *others = (self.named(v) for v in of)
+        return self.line(f"custom_gradient({first}, {_tuple(others[::2])}, {_tuple(others[1::2])})", shape, of)
 
     def cast(self, value: Value, kind: str) -> Value:
         """``value`` as ``kind`` has it; to float32 and float64: the layer's type."""
