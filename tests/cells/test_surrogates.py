@@ -9,6 +9,7 @@ from tape import Call, train
 from tvm import te, tirx
 
 import ecornn
+import ecornn.analysis.operators as operators
 from ecornn import pointwise, product
 from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
@@ -17,6 +18,7 @@ from ecornn.analysis.digest import digest
 from ecornn.bench.step_loop import torch_step
 from ecornn.cells.naming import pickled, received
 from ecornn.cells.surrogates import SURROGATES
+from ecornn.cli.cell_checks import Checks
 from ecornn.errors import ArgumentError
 from ecornn.numpy_gradients import spike as numpy_spike
 
@@ -92,6 +94,17 @@ def test_derivatives_are_those_of_snntorch(surrogate: str):
     _, _, (found,) = backpropagate(adjoint(analyse(Alone(), 13, 13), 13), 0 * h[None], {}, [h], 0 * h[None],
                                    [np.ones_like(h)])
     np.testing.assert_allclose(found[0], published, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_differences_of_tangents_show_the_derivatives(wrong: bool, monkeypatch: pytest.MonkeyPatch):
+    """The search and `ecornn check-cell` compare derived gradients with these; a wrong derivative is found."""
+    checks = Checks(Neuron("arctan"), I, H, B)
+    if wrong:
+        row = operators.OPERATORS[operators.CUSTOM]
+        monkeypatch.setitem(operators.OPERATORS, operators.CUSTOM, operators.Operator(row.numpy, lambda e, v, r: (
+            0.0, v[2] * 1.01, 0.0)))
+    assert checks.derivative().result == ("wrong" if wrong else "right")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
