@@ -184,7 +184,8 @@ def erf(array: Any) -> Any:
 
 def custom_gradient(value: Any, *pairs: tuple[Any, Any]) -> Any:
     """``value``, with the derivatives that ``pairs`` say: (operand, derivative by it) each, as in ecornn's."""
-    parents = [(x, lambda g, d=plain(d): g * d) for x, d in pairs if isinstance(x, Traced)]
+    derivatives = [(x, plain(d)) for x, d in pairs]
+    parents = [(x, lambda g, d=d: g * d) for x, d in derivatives if isinstance(x, Traced)]
     return Traced(plain(value), parents) if parents else plain(value)
 
 

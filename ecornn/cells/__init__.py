@@ -22,5 +22,5 @@ def get(cell: str | Cell) -> Cell:
     return type(BUILTIN[name])(**options) if options else BUILTIN[name]
 
 
-__all__ = ["BUILTIN", "Cell", "custom_gradient", "derive", "get", "largest", "mean", "normalized", "pointwise", "product",
-           "softmax", "spike"]
+__all__ = ["BUILTIN", "Cell", "custom_gradient", "derive", "get", "largest", "mean", "normalized", "pointwise",
+           "product", "softmax", "spike"]

@@ -82,8 +82,8 @@ def spike(v: Any, threshold: Any = 0.0, *, surrogate: str = "fast_sigmoid", slop
     ===================  ==================================  =======  =================================================
     `fast_sigmoid`       1 / (1 + s |u|)^2                   25       SuperSpike (Zenke and Ganguli 2018, arXiv
                                                                       1705.11146); snnTorch's fast_sigmoid
-    `arctan`             s / 2 / (1 + (pi / 2 s u)^2)        2        Fang et al. 2021, arXiv 2007.05785; ATan of snnTorch
-                                                                      and SpikingJelly
+    `arctan`             s / 2 / (1 + (pi / 2 s u)^2)        2        Fang et al. 2021, arXiv 2007.05785; ATan of
+                                                                      snnTorch and SpikingJelly
     `sigmoid`            s sigmoid(s u) (1 - sigmoid(s u))   25       snnTorch's sigmoid; Sigmoid of SpikingJelly
     `triangle`           s max(0, 1 - s |u|)                 1        Esser et al. 2016, arXiv 1603.08270; Bellec et al.
                                                                       2018, arXiv 1803.09574; PiecewiseQuadratic of

@@ -1,8 +1,8 @@
 """Values with derivatives of their own in PyTorch, and reading them from a user's ``torch.autograd.Function``.
 
 PyTorch's exporter traces the forward pass of a Function alone. While a step is exported, :func:`own_backwards` has each
-Function also trace its backward pass, of ones, whose results are then the derivatives, if it multiplies what it is given
-by a value for each element; any other is found when the cell is compared with its module."""
+Function also trace its backward pass, of ones. The results are the derivatives if the pass multiplies its argument by a
+value for each element; any other is found when the cell is compared with its module."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from ecornn.errors import CellError, source_line
 @torch.library.custom_op("ecornn::custom_gradient", mutates_args=())
 def recorded(input: torch.Tensor, operands: Sequence[torch.Tensor],
              derivatives: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``input``, whose derivatives by ``operands`` are ``derivatives``, for graphs that are read: it is a node that has
-    them. Its own gradients are those of :func:`custom_gradient`, by which a graph is carried out."""
+    """``input``, whose derivatives by ``operands`` are ``derivatives``, of shapes that broadcast to its own."""
     return input.clone()
 
 
@@ -29,32 +28,25 @@ def _(input: torch.Tensor, operands: Sequence[torch.Tensor], derivatives: Sequen
     return torch.empty_like(input)
 
 
-class _CustomGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, count: int, *both: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*both)
-        ctx.count = count
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        operands, derivatives = ctx.saved_tensors[:ctx.count], ctx.saved_tensors[ctx.count:]
-        through = [(gradient * d).sum_to_size(o.shape) for o, d in zip(operands, derivatives, strict=True)]
-        return None, None, *through, *[None] * ctx.count
+def _saved(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[1], *inputs[2])
 
 
-def custom_gradient(value: torch.Tensor, operands: Sequence[torch.Tensor],
-                    derivatives: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``value``, whose derivatives by ``operands`` are ``derivatives``, of shapes that broadcast to its own."""
-    result: torch.Tensor = _CustomGradient.apply(value, len(operands), *operands, *derivatives)
-    return result
+def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    count = len(ctx.saved_tensors) // 2
+    both = zip(ctx.saved_tensors[:count], ctx.saved_tensors[count:], strict=True)
+    return None, [(gradient * d).sum_to_size(x.shape) for x, d in both], [None] * count
+
+
+recorded.register_autograd(_backward, setup_context=_saved)
 
 
 class Context:
     """The ``ctx`` of a Function whose passes are traced one behind the other."""
 
     def __init__(self, needs: Sequence[bool]) -> None:
-        self.needs_input_grad, self.saved_tensors = tuple(needs), ()
+        self.needs_input_grad = tuple(needs)
+        self.saved_tensors: tuple[Any, ...] = ()
         self.dirty, self.without = set[int](), set[int]()  # ids of tensors
 
     def save_for_backward(self, *tensors: Any) -> None:
@@ -95,7 +87,7 @@ def own_backwards() -> Iterator[None]:
                     delattr(kind, name)
 
 
-def _functions(kind: type) -> Iterator[Any]:
+def _functions(kind: Any) -> Iterator[Any]:
     """All Functions that are neither PyTorch's nor ecornn's."""
     for below in kind.__subclasses__():
         if below.__module__.partition(".")[0] not in ("torch", "ecornn"):

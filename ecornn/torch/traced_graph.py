@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import Node
 
 from ecornn.errors import CellError, source_line
-from ecornn.torch.custom_gradient import custom_gradient, own_backwards
+from ecornn.torch.custom_gradient import own_backwards
 
 OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<"  # not the user's files
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -347,9 +347,7 @@ def carried_out(nodes: Iterable[Node], known: Mapping[Node, torch.Tensor],
             options["dtype"] = like.dtype
         args, options = torch.fx.node.map_arg((node.args, options), lambda n: values[n] if n in values else torch.zeros(
             shape_of(n), dtype=None if like is None else like.dtype))  # of which the shape alone counts
-        # its operator is a node that has derivatives, but without gradients
-        function = custom_gradient if operator_name(node) == "custom_gradient" else node.target
-        values[node] = function(*args, **options)
+        values[node] = node.target(*args, **options)
     return values
 
 

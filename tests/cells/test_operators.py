@@ -43,7 +43,7 @@ ERRORS = {key: (0.0, 0.0) for key in ("fabs", "floor", "ceil", "trunc", "round",
     "atanh": (EPS / 2, OF_LIBM * (np.log(8) + np.log(1.875)) / 2),
 }
 NODES = [key for key, row in OPERATORS.items() if row.fields]
-CALLS = [key for key, row in OPERATORS.items() if not row.fields and key != CUSTOM]  # which says its own: test_surrogates
+CALLS = [key for key, row in OPERATORS.items() if not row.fields and key != CUSTOM]  # of test_surrogates
 
 
 def expression(key: str, *operands: Any) -> Any:

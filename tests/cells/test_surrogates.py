@@ -59,7 +59,7 @@ def by_tape(cell: Formula, call: Call) -> dict[str, Any]:
 @pytest.mark.parametrize(("surrogate", "slope"), [*((name, None) for name in SURROGATES), ("fast_sigmoid", 3.0),
                                                    ("arctan", 0.5), ("sigmoid", 4), ("triangle", 0.3)])
 def test_gradients_are_the_surrogates(surrogate: str, slope: float | None):
-    assert SLOPES == {name: row.slope for name, row in SURROGATES.items()}
+    assert {name: row.slope for name, row in SURROGATES.items()} == SLOPES
     cell = Neuron(surrogate, slope)
     call = sample(cell)
     wanted = by_tape(cell, call)

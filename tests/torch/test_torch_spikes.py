@@ -203,8 +203,8 @@ def test_the_surrogate_reaches_the_first_step():
 
 
 @pytest.mark.parametrize(("fire", "words"), [
-    (Branching.apply, r"(?s)the backward of Branching, a torch.autograd.Function, cannot be traced.*grad_output times a "
-                      r"value for each element.*test_torch_spikes.py:\d+"),
+    (Branching.apply, r"(?s)the backward of Branching, a torch.autograd.Function, cannot be traced.*grad_output times "
+                      r"a value for each element.*test_torch_spikes.py:\d+"),
     (lambda v: InPlace.apply(v * 1.0), "the backward of InPlace, .*it writes to its argument")])
 def test_what_cannot_be_traced_is_a_typed_error(fire: Callable[..., Any], words: str):
     with pytest.raises(CellError, match=words):
