@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ecornn import errors, tune
-    from ecornn.cells import Cell, derive, largest, mean, normalized, pointwise, product, softmax
+    from ecornn.cells import (
+        Cell,
+        custom_gradient,
+        derive,
+        largest,
+        mean,
+        normalized,
+        pointwise,
+        product,
+        softmax,
+        spike,
+    )
     from ecornn.compiler import compile
     from ecornn.numpy_gradients import reference_gradients
     from ecornn.numpy_reference import reference
@@ -24,11 +35,13 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "derive", "errors", "largest", "load",
-           "mean", "normalized", "pointwise", "product", "reference", "reference_gradients", "softmax", "tune"]
+__all__ = ["Cell", "Columns", "Layer", "Module", "__version__", "compile", "custom_gradient", "derive", "errors",
+           "largest", "load", "mean", "normalized", "pointwise", "product", "reference", "reference_gradients",
+           "softmax", "spike", "tune"]
 
 _MODULES = {  # that have public names; errors and tune are such names themselves
-    "ecornn.cells": ("Cell", "derive", "largest", "mean", "normalized", "pointwise", "product", "softmax"),
+    "ecornn.cells": ("Cell", "custom_gradient", "derive", "largest", "mean", "normalized", "pointwise", "product",
+                     "softmax", "spike"),
     "ecornn.compiler": ("compile",), "ecornn.numpy_gradients": ("reference_gradients",),
     "ecornn.numpy_reference": ("reference",), "ecornn.runtime": ("Columns", "Layer", "Module", "load")}
 

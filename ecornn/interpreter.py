@@ -5,7 +5,7 @@ Neither uses ``ecornn.analysis``, from which kernels are made: an error there mu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tvm.tirx import Reduce, Var
 
 Array = NDArray[Any]
+Tangents = list[tuple[Array, list[tuple[Array, Array]]]]  # in order: a value, its operands and derivatives by these
 
 
 class Operator(NamedTuple):
@@ -56,12 +57,15 @@ OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical
 
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
-              states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
+              states: Sequence[Any], tangents: Tangents | None = None) -> tuple[Array, tuple[Array, ...]]:
     """Runs one layer: x (T, B, I), ``parameters`` by name in te shape, states (B, H) each. Returns y (T, B, H), or (T,
-    B, O H) of O outputs, and the final states; float64. Raises :class:`CellError` for an unknown operation."""
+    B, O H) of O outputs, and the final states; float64. ``tangents``: of values that say their own derivatives; an
+    empty list gets them, and runs with a full one have these tangents instead of the values, so that differences of
+    runs show the derivatives. Raises :class:`CellError` for an unknown operation."""
     now, rows = tuple(np.asarray(s, np.float64) for s in states), np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
+    step.recorded, step.replayed = (tangents, None) if not tangents else (None, iter(tangents))
     for row in rows:
         returned = step(row, now, given)
         now = returned[:len(now)]
@@ -77,7 +81,7 @@ def output_numbers(cell: Cell) -> tuple[int, ...]:
 class Step:
     """One step of a cell, for x (B, I), the cell's inputs behind it, and states (B, H): te tensors, and a walk through
     them. Values are NumPy arrays, of float64 but for indices and conditions. Other back ends override ``expanded``,
-    ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``."""
+    ``largest``, ``plus``, ``product``, ``custom_gradient``, ``applied``, ``cast`` and ``load``."""
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
@@ -91,6 +95,8 @@ class Step:
         returned = cell.step(self.x, self.states, self.parameters | dict(zip(cell.inputs, self.inputs, strict=True)))
         self.results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         self.known: dict[tuple[Operation, int], Any] = {}  # (operation, output) -> its values in this step
+        self.recorded: Tangents | None = None
+        self.replayed: Iterator[tuple[Array, list[tuple[Array, Array]]]] | None = None
 
     def __call__(self, x: Array, states: Sequence[Array], parameters: Mapping[str, Array]) -> tuple[Array, ...]:
         """The new states, and other outputs behind them; parameters by the cell's names, in te shape."""
@@ -145,7 +151,10 @@ class Step:
             name, arguments = "if_then_else", [e.condition, e.true_value, e.false_value]
         elif kind in BINARY:
             name, arguments = kind, [e.a, e.b]
-        elif kind == "Call" and (name := e.op.name.rsplit(".", 1)[-1]) in FUNCTIONS:
+        elif kind == "Call" and (name := e.op.name.rsplit(".", 1)[-1]) == "custom_gradient":
+            first, *pairs = e.args
+            return self.custom_gradient(self.value(first, places), pairs, places)
+        elif kind == "Call" and name in FUNCTIONS:
             arguments = e.args
         else:
             raise CellError(f"the cell uses {e.op.name if kind == 'Call' else kind}, {self.UNKNOWN}")
@@ -178,6 +187,17 @@ class Step:
         total = np.einsum(*operands, out, optimize=len(values) > 1)
         alike = math.prod(size for n, size in enumerate(extents) if n >= kept and not shared[n])
         return total.reshape([extents[n] if shared[n] else 1 for n in range(kept)]) * alike
+
+    def custom_gradient(self, value: Any, pairs: Sequence[Expr], places: Mapping[Var, Array]) -> Any:
+        """``value``, whose derivatives ``pairs`` say: an operand, the derivative by it, and so on; or its tangent."""
+        if self.recorded is not None:
+            of = [self.value(e, places) for e in pairs]
+            self.recorded.append((value, [*zip(of[::2], of[1::2], strict=True)]))
+        if self.replayed is None:
+            return value
+        value, before = next(self.replayed)
+        now = (self.value(e, places) for e in pairs[::2])
+        return value + sum(d * (x - at) for x, (at, d) in zip(now, before, strict=True))
 
     def applied(self, name: str, arguments: Sequence[Any]) -> Any:
         return np.asarray(OPERATORS[name].numpy(*arguments))

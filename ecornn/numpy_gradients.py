@@ -182,6 +182,27 @@ def erf(array: Any) -> Any:
     return Traced(result, [(array, lambda g: g * slope)]) if isinstance(array, Traced) else result
 
 
+def custom_gradient(value: Any, *pairs: tuple[Any, Any]) -> Any:
+    """``value``, with the derivatives that ``pairs`` say: (operand, derivative by it) each, as in ecornn's."""
+    derivatives = [(x, plain(d)) for x, d in pairs]
+    parents = [(x, lambda g, d=d: g * d) for x, d in derivatives if isinstance(x, Traced)]
+    return Traced(plain(value), parents) if parents else plain(value)
+
+
+SURROGATES: dict[str, Callable[[Array, float], Any]] = {  # of (u, slope)
+    "fast_sigmoid": lambda u, slope: (1.0 + slope * np.abs(u)) ** -2.0,
+    "arctan": lambda u, slope: 0.5 * slope / (1.0 + np.square(0.5 * np.pi * slope * u)),
+    "sigmoid": lambda u, slope: 0.25 * slope * (1.0 - np.square(np.tanh(0.5 * slope * u))),
+    "triangle": lambda u, slope: np.where(np.abs(u) * slope < 1.0, slope - slope * slope * np.abs(u), 0.0),
+    "straight_through": lambda u, slope: np.ones_like(u)}
+
+
+def spike(v: Any, threshold: Any = 0.0, surrogate: str = "fast_sigmoid", slope: float = 25.0) -> Any:
+    """1 where ``v`` is above the threshold, else 0, with the derivative of a surrogate, as ``ecornn.spike`` has it."""
+    u = v - threshold
+    return custom_gradient(np.where(plain(u) > 0.0, 1.0, 0.0), (u, SURROGATES[surrogate](plain(u), slope)))
+
+
 DERIVATIVES: dict[Any, Callable[..., tuple[Back, ...]]] = {  # of (result, operands)
     np.add: lambda r, a, b: (lambda g: g, lambda g: g),
     np.subtract: lambda r, a, b: (lambda g: g, lambda g: -g),

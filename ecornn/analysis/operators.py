@@ -6,7 +6,9 @@ Schedules write an operator as TVM does, unless they have something better under
 A derivative takes an expression, variables or constants for its operands, and one for its result. Where there is none
 they agree with PyTorch: that of ``|x|`` is 0 at 0; that of a bound is 1 where it is met (``torch.clamp``), but that of
 ``max(x, 0)`` is 0 at 0 (``torch.relu``), unless x is itself bounded from above, or :func:`smooth`; two values that are
-equal share that of their maximum (``torch.maximum``); steps such as ``floor`` and comparisons have 0."""
+equal share that of their maximum (``torch.maximum``); steps such as ``floor`` and comparisons have 0. The operator
+``custom_gradient(value, operand, derivative, ...)`` is its value, with the derivatives that it says: ``ecornn.spike``.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,12 @@ class Operator:
     instruction: bool = False  # True where LLVM has it for a whole vector; else CPUs compute it lane by lane
 
 
+def said(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
+    return (0.0, *(d for derivative in v[2::2] for d in (derivative, 0.0)))
+
+
 PAIR = ("a", "b")
+CUSTOM = "custom_gradient"  # the operator that says its own derivatives
 OPERATORS: dict[str, Operator] = {
     "Add": Operator(np.add, lambda e, v, r: (1.0, 1.0), fields=PAIR),
     "Sub": Operator(np.subtract, lambda e, v, r: (1.0, -1.0), fields=PAIR),
@@ -171,6 +178,7 @@ OPERATORS: dict[str, Operator] = {
     "trunc": Operator(np.trunc, constant, instruction=True),
     "round": Operator(np.round, constant, instruction=True),
     "nearbyint": Operator(np.round, constant),
+    CUSTOM: Operator(lambda value, *pairs: value, said),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ecornn.analysis.operators import key_of, number, operator_of, smooth, variable, where
+from ecornn.analysis.operators import CUSTOM, key_of, number, operator_of, smooth, variable, where
 from ecornn.analysis.scalar import children, is_constant, is_leaf, rebuild
 from ecornn.analysis.step import Assign, Product, Statistic, Term
 
@@ -62,7 +62,8 @@ class Partials:
                 self._walk(child, operand, self.times(factor, partial, name), found, name)
 
     def _operands_of_fabs(self, e: Expr, name: str) -> list[Var]:
-        inner = [v for c in children(e) for v in self._operands_of_fabs(c, name)]
+        through = children(e)[1::2] if key_of(e) == CUSTOM else children(e)
+        inner = [v for c in through for v in self._operands_of_fabs(c, name)]
         return [*inner, self.named(children(e)[0], name)] if key_of(e) == "fabs" else inner
 
     def times(self, a: Expr | float, b: Expr | float, name: str) -> Factor:

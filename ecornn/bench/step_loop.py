@@ -20,11 +20,29 @@ from ecornn.interpreter import BINARY, OPERATORS, Step, output_numbers
 from ecornn.workload import Part, Stack, Workload
 
 if TYPE_CHECKING:
+    from tvm.ir import Expr
     from tvm.te import Tensor
+    from tvm.tirx import Var
 
 CLAMP = {"Max": "torch.clamp({0}, min={1})", "Min": "torch.clamp({0}, max={1})"}  # where one side is a number
 NUMBERS = {"pow", *BINARY} - {"And", "Or"}  # those that take Python's numbers beside tensors
 
+# of a value that says its own derivatives: written before a step that has one
+CUSTOM = """\
+class CustomGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, *pairs):
+        ctx.save_for_backward(*pairs)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        operands, derivatives = ctx.saved_tensors[::2], ctx.saved_tensors[1::2]
+        through = [(gradient * d).sum_to_size(x.shape) for x, d in zip(operands, derivatives)]
+        return None, *(g for one in through for g in (one, None))
+
+
+"""
 Shape = tuple[int, ...]
 
 
@@ -105,7 +123,8 @@ class _Writer(Step):
         read = words(" ".join([*late, *results]))
         early = [f"    {t.name} = {code}" for code, t in lines.items() if t.fixed]
         passed = [name for name in (*parameters, *(t.name for t in lines.values() if t.fixed)) if name in read]
-        return TorchStep("\n".join([
+        custom = CUSTOM if any(code.startswith("CustomGradient") for code in lines) else ""
+        return TorchStep(custom + "\n".join([
             "def prepare(parameters):", f"    {_tuple(parameters)} = parameters", *early,
             f"    return {_tuple(passed)}", "", "", "def step(x, states, prepared):",
             f"    {_tuple(states)} = states", f"    {_tuple(passed)} = prepared", *late,
@@ -212,6 +231,13 @@ class _Writer(Step):
             numbers = not all(number[1:])
         shape = tuple(np.broadcast_shapes(*(a.shape for a in arguments)))
         return self.line(code.format(*map(self.written_as if numbers else self.named, arguments)), shape, arguments)
+
+    def custom_gradient(self, value: Value, pairs: Sequence[Expr], places: Mapping[Var, np.ndarray]) -> Value:
+        of = [value, *(self.value(e, places) for e in pairs)]
+        if all(isinstance(v, np.ndarray) for v in of):
+            return value
+        shape = tuple(np.broadcast_shapes(*(v.shape for v in of)))
+        return self.line(f"CustomGradient.apply({', '.join(map(self.named, of))})", shape, of)
 
     def cast(self, value: Value, kind: str) -> Value:
         """``value`` as ``kind`` has it; to float32 and float64: the layer's type."""

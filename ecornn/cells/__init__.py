@@ -5,6 +5,7 @@ from __future__ import annotations
 from ecornn.cells.base import Cell, derive, largest, mean, normalized, pointwise, product, softmax
 from ecornn.cells.builtin import GRU, LSTM, SLSTM, GRUResetBefore, IndRNN, VanillaReLU, VanillaTanh
 from ecornn.cells.options import Optioned, parse
+from ecornn.cells.surrogates import custom_gradient, spike
 from ecornn.errors import ArgumentError
 
 BUILTIN: dict[str, Optioned] = {
@@ -21,4 +22,5 @@ def get(cell: str | Cell) -> Cell:
     return type(BUILTIN[name])(**options) if options else BUILTIN[name]
 
 
-__all__ = ["BUILTIN", "Cell", "derive", "get", "largest", "mean", "normalized", "pointwise", "product", "softmax"]
+__all__ = ["BUILTIN", "Cell", "custom_gradient", "derive", "get", "largest", "mean", "normalized", "pointwise",
+           "product", "softmax", "spike"]

@@ -329,12 +329,13 @@ def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -
     """The error that says what may have dropped or replaced a gradient."""
     own = [node._forward_cls for node in _backwards(returned) if isinstance(
         node, torch.autograd.function.BackwardCFunction)]
-    reasons = [(f"{kind.__name__}, a torch.autograd.Function, defines its own backward", tuple(place_of(kind)))
+    reasons = [(f"the backward of {kind.__name__}, a torch.autograd.Function, is not grad_output times a value for "
+                "each element", tuple(place_of(kind)))
                for kind in own]
     reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]
     why, where = reasons[0] if reasons else ("a tensor has a hook, or an operator defines its own derivative", ())
-    return pointed(f"cell {cell.name!r}: the gradient of {name} differs from the module's: {why}. ecornn "
-                   "derives the gradients of a cell from its forward step", where)
+    return pointed(f"cell {cell.name!r}: the gradient of {name} differs from the module's: {why}. A "
+                   "cell has the gradients of its forward step, and of Functions such values", where)
 
 
 def _backwards(returned: list[torch.Tensor]) -> Iterable[Any]:

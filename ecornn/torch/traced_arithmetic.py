@@ -11,7 +11,7 @@ from torch.fx import Node
 from ecornn.cells import largest, normalized, pointwise, softmax
 from ecornn.errors import CellError
 from ecornn.torch.traced_graph import Graph, Sizes, Width, operator_name, shape_of
-from ecornn.torch.traced_operators import POINTWISE, added, highest, select, softplus, square_root
+from ecornn.torch.traced_operators import POINTWISE, added, highest, own_gradient, select, softplus, square_root
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Use, Value, Vector
 
 
@@ -152,6 +152,9 @@ class Arithmetic:
                      width if units else 1)
         tensor = self.parameter(use)
         return Value(axes, tuple(Gate(tensor, n, use.width, vector=True) for n in range(gates)))
+
+    def op_custom_gradient(self, node: Node, input: Any, operands: Sequence[Any], derivatives: Sequence[Any]) -> Value:
+        return self.pointwise(node, own_gradient, [input, *operands, *derivatives])
 
     # -- sums, maxima, variances ----------------------------------------------------------------
     def summed(self, value: Value, dims: Any, name: str, reduce: Callable[[Any, str], Any] | None = None,

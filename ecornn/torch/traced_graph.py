@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import Node
 
 from ecornn.errors import CellError, source_line
+from ecornn.torch.custom_gradient import own_backwards
 
 OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<"  # not the user's files
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -29,7 +30,7 @@ CONSTANT = ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "ne
 # Operators that stay whole, since their parts overflow, or are not the forms that the analysis knows.
 WHOLE = ("softplus", "mish", "gelu", "elu", "silu", "native_layer_norm", "native_group_norm", "_softmax",
          "_log_softmax", "hardtanh", "linalg_vector_norm", "std", "var", "var_mean", "mean", "amax", "amin", "clamp",
-         "split_with_sizes", "native_dropout", "stack", "log_sigmoid_forward")
+         "split_with_sizes", "native_dropout", "stack", "log_sigmoid_forward", "detach")
 BROKEN_UP = "addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot", "baddbmm", "rms_norm", "square", "logit", "frac"
 BRANCH = "the step reads values of a tensor in Python, which a cell cannot do: use torch.where instead of a branch"
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
@@ -151,7 +152,7 @@ def export(traced: Traced) -> Graph:
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
     widths = traced.input, *[traced.hidden] * len(traced.states)
     example = tuple(torch.zeros(batch, width, dtype=like.dtype, device=like.device) for width in widths)
-    with _one_at_a_time, _quiet(), _whole_lines(), _one_precision():
+    with _one_at_a_time, _quiet(), _whole_lines(), _one_precision(), own_backwards():
         try:
             wrapped = Wrapped(traced.step, traced.together)
             try:
@@ -251,9 +252,7 @@ def _decompositions() -> dict[Any, Any]:
 def _suspects(module: Any) -> Iterator[tuple[str, tuple[Place, ...]]]:
     for node in module.graph.nodes:
         name = operator_name(node)
-        if name == "detach":
-            yield "detach", lines_of(node)
-        elif name == "wrap_with_set_grad_enabled" and not node.args[0]:
+        if name == "wrap_with_set_grad_enabled" and not node.args[0]:
             inner = getattr(module, str(node.args[1].target), None) if len(node.args) > 1 else None
             within = [n for n in inner.graph.nodes if n.op == "call_function"] if inner is not None else []
             yield "torch.no_grad", lines_of(within[0]) if within else ()

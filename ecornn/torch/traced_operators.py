@@ -8,6 +8,8 @@ from functools import reduce
 from operator import add, ge, gt, le, lt, mul, sub
 from typing import Any
 
+from ecornn.cells import custom_gradient
+
 
 def number_of(value: Any) -> Any:
     """The te scalar of a value: a constant for a number, 1 or 0 for a condition."""
@@ -142,6 +144,17 @@ def sign(v: Any) -> Any:
     return select(number_of(v) > number_of(0), 1.0, select(number_of(v) < number_of(0), -1.0, 0.0))
 
 
+def own_gradient(v: Any, *both: Any) -> Any:
+    """The value, whose derivatives by the first half of ``both`` are the second."""
+    count = len(both) // 2
+    numbers = [*map(number_of, both)]
+    return custom_gradient(number_of(v), *zip(numbers[:count], numbers[count:], strict=True))
+
+
+def detached(v: Any) -> Any:
+    return v if is_condition(v) else own_gradient(v)
+
+
 # Name of an operator -> its function on scalars, arguments in ATen's order.
 POINTWISE: dict[str, Callable[..., Any]] = {
     "add": _added(add), "sub": _added(sub), "rsub": lambda a, b, alpha=1: _added(sub)(b, a, alpha),
@@ -154,14 +167,15 @@ POINTWISE: dict[str, Callable[..., Any]] = {
                                       "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
                                       "atanh", "erf", "floor", "ceil", "trunc")},
     "expm1": lambda v: _exp(v) - number_of(1), "erfc": lambda v: number_of(1) - _tirx("erf")(v),
-    "round": _tirx("nearbyint"), "sign": sign, "sgn": sign, "relu": lambda v: _max(v, 0.0), "gelu": gelu,
+    "round": _tirx("nearbyint"), "detach": detached, "sign": sign, "sgn": sign,
+    "relu": lambda v: _max(v, 0.0), "gelu": gelu,
     "silu": _on(lambda v: v * _tirx("sigmoid")(v)), "mish": lambda v: number_of(v) * _tanh(softplus(v)),
     "elu": elu, "softplus": softplus, "clamp": bounded, "hardtanh": hardtanh, "atan2": angle,
     "remainder": lambda a, b: number_of(a) - divided(a, b, "floor") * number_of(b),
     "fmod": lambda a, b: number_of(a) - divided(a, b, "trunc") * number_of(b),
     "hypot": _on(lambda a, b: _sqrt(a * a + b * b))}
 # Operators that leave each value as it is.
-SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh")
+SAME = ("alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh")
 REFUSED = ("a step cannot use this operator. It can use products with weights, sums, means, maxima and variances "
            "over units, softmax, layer_norm, group_norm, cat, stack, chunk, split, slices in multiples of H, views, "
            + ", ".join(sorted(POINTWISE)))

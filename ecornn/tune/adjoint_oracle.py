@@ -19,7 +19,7 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import Backpropagated, carry_out
 from ecornn.cells import Cell
 from ecornn.errors import CellError
-from ecornn.interpreter import interpret
+from ecornn.interpreter import Tangents, interpret
 from ecornn.numpy_gradients import reference_gradients
 from ecornn.schedules.backward.assemble import recurrence_graph
 from ecornn.tune.oracle import STEPS, Array, Inputs, draw, has_formula, norm, rounded, save
@@ -72,10 +72,13 @@ def disagreement(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backp
 def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backpropagated,
                          rng: np.random.Generator) -> str | None:
     """The input along which the layer has another slope than its gradient says, in every direction that was tried."""
+    tangents: Tangents = []
+    interpret(cell, given.x, given.shaped, given.states, tangents)
     for name, gradient, moved in shifts(cell, given, gradients):
         for _ in range(DIRECTIONS):
             direction = rng.uniform(-1, 1, gradient.shape)
-            slope = sum(sign * value(cell, moved(sign * SHIFT * direction), upstream) for sign in (1, -1)) / (2 * SHIFT)
+            slope = sum(sign * value(cell, moved(sign * SHIFT * direction), upstream, tangents)
+                        for sign in (1, -1)) / (2 * SHIFT)
             scale = norm(gradient) * norm(direction) / max(direction.size, 1) ** 0.5
             if abs(slope - (gradient * direction).sum()) <= NEAR * scale + EXACT:
                 break
@@ -100,8 +103,8 @@ def shifts(cell: Cell, given: Inputs,
         yield name, gradient, partial(state, n)
 
 
-def value(cell: Cell, given: Inputs, upstream: Upstream) -> float:
+def value(cell: Cell, given: Inputs, upstream: Upstream, tangents: Tangents) -> float:
     """The sum of y and the last states weighted with ``upstream``, which is its gradient."""
-    y, last = interpret(cell, given.x, given.shaped, given.states)
+    y, last = interpret(cell, given.x, given.shaped, given.states, tangents)
     dy, dstates = upstream
     return float(sum((g * v).sum(dtype=np.float64) for g, v in zip((dy, *dstates), (y, *last), strict=True)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.operators import OPERATORS, key_of
+from ecornn.analysis.operators import CUSTOM, OPERATORS, key_of
 from ecornn.analysis.scalar import children, is_constant
 from ecornn.schedules.builder import Expr, PrimFunc, TirBuffer, Var
 
@@ -286,7 +286,9 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
         return lookup(value)
     if is_constant(value):
         return e.splat(value.value, e.type_of(value))
-    key, parts = key_of(value), [vector(e, c, lookup) for c in children(value)]
+    if (key := key_of(value)) == CUSTOM:
+        return vector(e, children(value)[0], lookup)
+    parts = [vector(e, c, lookup) for c in children(value)]
     if key in FUNCTIONS:
         return FUNCTIONS[key](e, *parts)
     if key in ("Select", "if_then_else"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from ecornn.analysis import Assign, StepGraph, Vector
-from ecornn.analysis.operators import key_of
+from ecornn.analysis.operators import CUSTOM, key_of
 from ecornn.analysis.scalar import children, is_constant, is_leaf, transform
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
@@ -36,6 +36,8 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
     def visit(e: Expr) -> Expr | None:
         if type(e).__name__ == "Var":
             return env[e]
+        if not is_leaf(e) and key_of(e) == CUSTOM:
+            return transform(children(e)[0], visit)
         if not is_leaf(e) and key_of(e) in table:
             return call(*table[key_of(e)], *[T.let("inner", transform(part, visit)) for part in children(e)])
         # TVM works out between which values a variable lies, and fails at products of one that is a Cast of a

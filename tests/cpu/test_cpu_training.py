@@ -70,7 +70,7 @@ def check(layer: Layer) -> None:
     call = layer.arguments(T, B)
     found, again = compare(layer, call), layer(call)
     assert all(np.array_equal(again[name], value) for name, value in found.items()), f"other bits of {layer}"
-    if layer.dtype == "float64":
+    if layer.dtype == "float64" and layer.name != "spiking":  # whose derivatives are not the slopes of its values
         differences(layer, found)
 
 

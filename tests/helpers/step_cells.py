@@ -8,9 +8,11 @@ from tvm import te, tirx
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.backpropagation import Array, at, hoist, start, step
-from ecornn.cells import Cell, mean, normalized, pointwise, product
+from ecornn.cells import Cell, custom_gradient, mean, normalized, pointwise, product, spike
 from ecornn.cells.builtin import IndRNN
-from ecornn.numpy_gradients import erf
+from ecornn.numpy_gradients import custom_gradient as numpy_custom_gradient
+from ecornn.numpy_gradients import erf, plain
+from ecornn.numpy_gradients import spike as numpy_spike
 
 
 def sigmoid(z: Any) -> Any:
@@ -339,6 +341,31 @@ class Residual(Formula):
         return (erf(np.where(x > 0, np.exp(decay[0]) * h, np.maximum(h, grown))) + x,)
 
 
+class Spiking(Formula):
+    """Spikes with surrogates above a learned threshold, of values of x alone, and within a function; a gate that shows
+    its state rounded, with the derivative of a tanh; all read again."""
+
+    name, states, shapes = "spiking", ("s", "v"), {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
+
+    def step(self, x, states, parameters):
+        (s, v), b = states, parameters["b"]
+        wx, rs = product(x, parameters["W"]), product(s, parameters["R"])
+        seen = pointwise(lambda i, j: spike(wx[i, 1, j], surrogate="arctan", slope=1.5), v, "seen")
+        new = pointwise(lambda i, j: 0.75 * v[i, j] + wx[i, 0, j] + rs[i, 0, j] - 0.5 * s[i, j] + seen[i, j], v, "new")
+        gate = pointwise(lambda i, j: te.sigmoid(spike(rs[i, 1, j] * v[i, j], b[1, j], slope=2.0)), v, "gate")
+        shown = pointwise(lambda i, j: custom_gradient(
+            te.floor(new[i, j] * 2.0), (new[i, j], 1.0 - te.tanh(new[i, j]) * te.tanh(gate[i, j])), (b[0, j], 0.5)), v)
+        fires = pointwise(lambda i, j: spike(new[i, j], b[0, j], surrogate="triangle", slope=0.25), v, "fires")
+        return [pointwise(lambda i, j: gate[i, j] * fires[i, j] + 0.25 * shown[i, j], v), new]
+
+    def numpy(self, x, s, v, W, R, b):
+        new = 0.75 * v + x @ W[0].T + s @ R[0].T - 0.5 * s + numpy_spike(x @ W[1].T, 0.0, "arctan", 1.5)
+        gate = sigmoid(numpy_spike((s @ R[1].T) * v, b[1], "fast_sigmoid", 2.0))
+        shown = numpy_custom_gradient(np.floor(plain(new) * 2.0), (new, 1.0 - np.tanh(new) * np.tanh(gate)),
+                                      (b[0], np.full(new.shape, 0.5)))
+        return gate * numpy_spike(new, b[0], "triangle", 0.25) + 0.25 * shown, new
+
+
 class Given(Cell):
     """A cell whose step (x, h, parameters) to new states is given, and its shapes as a function of I and H."""
 
@@ -357,7 +384,7 @@ class Given(Cell):
 
 CELLS = {cell.name: cell for cell in (
     Gated(), Pair(), Leaky(), Average(), Echo(), Independent(), Highway(), Seven(), Decay(), Blend(), Focus(),
-    Contrast())}
+    Contrast(), Spiking())}
 SQUARE = ("leaky", "average", "echo")  # these read x outside of products, so that I == H
 NO_PRODUCT = ("leaky", "average", "indrnn", "highway", "seven", "decay", "focus")  # nor a statistic, of a state
 ROW_BY_ROW = ("contrast",)  # statistics, but no product, of a state

@@ -274,6 +274,7 @@ class Writer:
                 (p > 0) & ~(q > c) | (q < -c), p, q)), ("sign", lambda p, q: p.sign() * c + q),
             ("hardtanh", lambda p, q: F.hardtanh(p, -c, c) + q),
             ("function", lambda p, q: parts.Cubed.apply(p * 0.5) + q),
+            ("spike", lambda p, q: parts.Spike.apply(p) + q), ("detach", lambda p, q: p.detach() * p + q),
             ("threshold", lambda p, q: F.threshold(p, 0.1, c)),
             ("tensor constant", lambda p, q: p * torch.tensor(c) + q),
             ("zeros", lambda p, q: torch.zeros_like(p) + q * c), ("full", lambda p, q: p + q.new_full(q.shape, c)),
@@ -375,9 +376,8 @@ class Writer:
         r, n = self.r, self.any()
         self.reads = [n]
         forms: list[tuple[str, str, Callable[[Any, Any], Any]]] = [
-            ("spike", REFUSED, lambda m, p: parts.Spike.apply(p)),
             ("clipped", REFUSED, lambda m, p: parts.Clipped.apply(p)),
-            ("detach", REFUSED, lambda m, p: p.detach() * p), ("no_grad", REFUSED, lambda m, p: parts.silent(p) + p),
+            ("no_grad", REFUSED, lambda m, p: parts.silent(p) + p),
             ("branch", REFUSED, lambda m, p: p if p.sum() > 0 else -p),
             ("item", REFUSED, lambda m, p: p * p.sum().item()),
             ("random", REFUSED, lambda m, p: F.dropout(p, 0.5, training=True)), ("rand", REFUSED, lambda m, p:

@@ -291,6 +291,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
     "stack": lambda x, h: torch.stack([h, x, h * x], 1).amax(1),
     "gates": lambda x, h: (torch.stack([h, x - h], 0).softmax(0) * torch.stack([x, h])).sum(0),
     "views": lambda x, h: torch.cat([h, h * x], -1).view(-1, 2, 16).transpose(0, 1)[1].unsqueeze(1).squeeze(1),
+    "detach": lambda x, h: x + h.detach() * h,
     "expand": lambda x, h: h * h.mean(1, keepdim=True).expand(-1, 16) + h.sum(1, True).expand_as(h),
 }
 
