@@ -190,9 +190,10 @@ def test_not_a_number_comes_out_where_it_went_in(cell: str, schedule: str, dtype
 
 
 STEP_CELLS = {n: BUILTIN[n] for n in STEPS} | step_cells.CELLS
+# without spikes: of a value near a threshold, the order of sums decides on which side it is
 SERVING = [(schedule, cell) for schedule in ("layout_transform", "elementwise", "fused_step") for cell in STEP_CELLS
-          if schedule == "fused_step" or (cell not in step_cells.ROW_BY_ROW
-                                          and (schedule == "elementwise") == (cell in step_cells.NO_PRODUCT))]
+          if cell != "spiking" and (schedule == "fused_step" or (
+              cell not in step_cells.ROW_BY_ROW and (schedule == "elementwise") == (cell in step_cells.NO_PRODUCT)))]
 STEP_SHAPES = [  # T, B, I, H
     (1, 1, 1, 1),  # the smallest of everything
     (3, 2, 5, 7),  # odd rows of x
