@@ -182,7 +182,7 @@ def test_the_reference_is_complete(site: Path):
     commands = {"-".join(("ecornn", *command)) for command in COMMANDS}
     assert names - headings == {"ecornn.__version__", "ecornn.errors"} and commands <= headings
     assert "ecornn check-cell mine.py:Mine" in pages["commands"]  # an example
-    assert set(all_schedules()) <= headings and "more product warps: less work each" in pages["knobs"]
+    assert set(all_schedules()) <= headings and "warps that multiply. More: less work for each" in pages["knobs"]
 
 
 def test_a_search_finds_words_of_pages_and_nothing_of_notes_and_changes(site: Path):
