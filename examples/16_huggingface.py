@@ -5,7 +5,7 @@
 
 The model is a tagger with random weights. Its class is a `PyTorchModelHubMixin` where huggingface_hub is installed;
 elsewhere a few lines here write and read the same two files, config.json and model.safetensors. Nothing is downloaded.
-Exits with 1 where outputs or files differ. Runs on the GPU if PyTorch sees one.
+Exits with 1 where outputs or files differ. Runs on the GPU if PyTorch sees one. On a CPU it takes a minute at most.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
+from stages import stage
 from torch import nn
 
 import ecornn.torch
@@ -55,17 +55,6 @@ class Tagger(nn.Module, Hub):
         return self.tags(self.encoder(self.embedding(words))[0])
 
 
-class Clock:
-    """Prints what has been done, and the seconds since it printed before."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def __call__(self, done: str) -> None:
-        print(f"{time.perf_counter() - self.last:6.2f} s  {done}")
-        self.last = time.perf_counter()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keep the files there; default: a temporary folder")
@@ -77,27 +66,26 @@ def main() -> int:
         first, again = (Path(options.folder or temporary) / name for name in ("saved", "saved_again"))
         for folder in (first, again):
             folder.mkdir(parents=True, exist_ok=True)
-        said = Clock()
-        Tagger(hidden=options.hidden).save_pretrained(first)
-        said(f"saved as {', '.join(sorted(path.name for path in first.iterdir()))}, by {Hub.__module__}")
-        model = Tagger.from_pretrained(first).to(device)
+        with stage("saving and loading"):
+            Tagger(hidden=options.hidden).save_pretrained(first)
+            print(f"saved as {', '.join(sorted(path.name for path in first.iterdir()))}, by {Hub.__module__}")
+            model = Tagger.from_pretrained(first).to(device)
         words = torch.randint(1000, (8, 60), device=device)
-        said("loaded")
         with torch.inference_mode():
             before = model(words)
-            said("called with PyTorch's layers")
-            print(ecornn.torch.replace(model))
-            ecornn.torch.prepare(model, words)  # without it PyTorch's layers would run until theirs are compiled
-            said("replaced and compiled, which the build cache keeps for the next process")
+            with stage("replacing and compiling, which the build cache keeps for the next process", beats=False):
+                print(ecornn.torch.replace(model))
+                ecornn.torch.prepare(model, words)  # without it PyTorch's layers run until theirs are compiled
             found = model(words)
             error = float((found.double() - before).norm() / before.double().norm())
-            said(f"called with compiled layers; relative difference {error:.1e}, limit 1e-5")
+            print(f"outputs of compiled layers: relative difference {error:.1e}, limit 1e-5")
             print(model)
-            print(ecornn.torch.profile(model, words))
-            said("timed in turns")
-        model.save_pretrained(again)
-        same = (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
-        said(f"saved again: {'the same file' if same else 'another file'}, which loads without ecornn, too")
+            with stage("timing in turns", beats=False):
+                print(ecornn.torch.profile(model, words))
+        with stage("saving again"):
+            model.save_pretrained(again)
+            same = (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+            print(f"saved again: {'the same file' if same else 'another file'}, which loads without ecornn, too")
     return int(not (error <= 1e-5 and same))
 
 
