@@ -176,6 +176,7 @@ def test_libraries_that_the_package_calls_are_its_own_doing():
 # Parts of steps, which a cell's author calls, and types that hold values or are made by others here.
 NO_BOUNDARY = {"ecornn.Cell", "ecornn.Layer", "ecornn.Module", "ecornn.derive", "ecornn.largest", "ecornn.mean",
                "ecornn.normalized", "ecornn.pointwise", "ecornn.product", "ecornn.softmax", "ecornn.Columns",
+               "ecornn.custom_gradient", "ecornn.spike",
                "ecornn.tune.Result", "ecornn.torch.Profile", "ecornn.torch.Report", "ecornn.torch.TracedCell",
                "ecornn.onnx.Node", "ecornn.onnx.OnnxLayer", "ecornn.onnxruntime.Left", "ecornn.onnxruntime.Rewritten",
                "ecornn.onnxruntime.Taken", "ecornn.jax.Recurrent", "ecornn.torch.LSTM", "ecornn.torch.GRU",
