@@ -70,7 +70,7 @@ def bars(title: str, rows: Bars, unit: str = "", sides: Sequence[str] = SIDES) -
 
 
 def digits() -> str:
-    """What the LSTM of 01_digits.py holds a digit for after each row of its pixels, by the reference in float64."""
+    """Draws the scores of the LSTM of 01_digits.py after each row of a digit, computed by the float64 reference."""
     import numpy as np
     from safetensors.numpy import load_file
     from sklearn.datasets import load_digits
@@ -113,7 +113,7 @@ def programs() -> str:
 
 
 def memory() -> str:
-    """What a layer keeps from the forward to the backward pass, with what cuDNN keeps for bfloat16."""
+    """Draws the bytes that a layer keeps from the forward to the backward pass, and those of cuDNN in bfloat16."""
     rows = {row["keep"]: row for row in results("h100_training_memory.json")["rows"] if row["dtype"] == "bfloat16"}
     kept = [(f"{keep} kept", [rows[keep]["ecornn_mib"]]) for keep in ("states", "gates")]
     return bars("Memory of an LSTM in training, 1024 steps of 16 rows",

@@ -34,7 +34,7 @@ def skip_unknown(arch: str) -> None:
     except BuildError as error:
         if "does not know" not in str(error):
             raise
-        pytest.skip(str(error))  # an older toolkit
+        pytest.skip(str(error))  # a toolkit that is older than the architecture cannot compile for it
 
 
 @pytest.mark.parametrize(("arch", "layer"), FEW, ids=name_of)

@@ -93,6 +93,7 @@ def test_derivatives_are_those_of_snntorch(surrogate: str):
     np.testing.assert_array_equal(y[0, 0], [0] * 7 + [1] * 6)  # 0 at 0
     _, _, (found,) = backpropagate(adjoint(analyse(Alone(), 13, 13), 13), 0 * h[None], {}, [h], 0 * h[None],
                                    [np.ones_like(h)])
+    # the step has its constants in float32, the published formula in float64
     np.testing.assert_allclose(found[0], published, rtol=1e-6, atol=1e-9)
 
 
@@ -116,6 +117,7 @@ def test_compiled_for_the_cpu(dtype: str):
     weights = {cell.parameter_name(n): v.reshape(-1, *v.shape[2:]).astype(dtype) for n, v in call.parameters.items()}
     layer = module.bind(weights, threads=1)
     y, after = layer(call.x.astype(dtype), [s.astype(dtype) for s in call.states])
+    # float32 against float64: spikes are exact, and voltages add up what is rounded at every step
     np.testing.assert_allclose(y, wanted["y"], atol=1e-6)
     np.testing.assert_allclose(after[1], wanted["v_out"], rtol=1e-4, atol=1e-5)
 
@@ -135,6 +137,7 @@ def test_the_loop_in_pytorch_has_the_gradients():
     found = torch.autograd.grad([torch.stack(y), *states], [x, *parameters],
                                 [torch.tensor(call.dy), *map(torch.tensor, call.dstates)])
     for name, got in zip(("dx", *(f"gradient_{n}" for n in call.parameters)), found, strict=True):
+        # both are float64 and add up in another order
         np.testing.assert_allclose(got.numpy(), wanted[name], rtol=1e-9, atol=1e-9, err_msg=name)
 
 

@@ -18,7 +18,7 @@ T, B, I, H = 9, 4, 6, 8
 
 
 class FastSigmoid(torch.autograd.Function):
-    """As snnTorch has it."""
+    """The function as snnTorch writes it."""
 
     @staticmethod
     def forward(ctx, v, slope=25):
@@ -34,7 +34,7 @@ class FastSigmoid(torch.autograd.Function):
 
 
 class SuperSpike(torch.autograd.Function):
-    """As Zenke's tutorials have it, by which `spike_fn` below is called."""
+    """The function as Zenke's tutorials write it; `spike_fn` below calls it."""
 
     scale = 10.0
 
@@ -181,6 +181,7 @@ def test_a_layer_trains_as_the_loop_in_pytorch(name: str):
     wanted, last = loop(module, x)
     y, (_, v) = layer(x)
     # spikes are equal: none of these voltages is so near to a threshold that roundings decide
+    # float32 on both sides, in another order; voltages add up what is rounded at every step
     np.testing.assert_allclose(y.detach(), wanted.detach(), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(v[-1].detach() if v.dim() == 3 else v.detach(), last.detach(), rtol=1e-4, atol=1e-5)
     named = {n.replace(".", "_") + "_l0": p for n, p in module.named_parameters()}
