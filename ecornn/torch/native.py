@@ -49,7 +49,7 @@ def parts_of_library() -> dict[str, Any]:
     return {"source": "torch/native.cc",
             "linked": (*flags, f"-L{folder / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"),
             "folders": (str(folder / "include"), str(folder / "include/torch/csrc/api/include")),
-            "parts": (torch.__version__,)}
+            "parts": (str(torch.__version__),)}
 
 
 def load(content: bytes) -> Any:
