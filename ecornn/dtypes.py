@@ -22,8 +22,8 @@ class DataType:
 # differences of sums.
 _FLOAT, _BFLOAT = 2, 4
 TABLE = {"float32": DataType(_FLOAT, 32, ("cuda", "llvm"), 1e-5, 2e-5),
-         "float16": DataType(_FLOAT, 16, ("cuda",), 6e-4, 1e-3),
-         "bfloat16": DataType(_BFLOAT, 16, ("cuda",), 5e-3, 8e-3),
+         "float16": DataType(_FLOAT, 16, ("cuda", "llvm"), 6e-4, 1e-3),
+         "bfloat16": DataType(_BFLOAT, 16, ("cuda", "llvm"), 5e-3, 8e-3),
          "float64": DataType(_FLOAT, 64, ("llvm",), 1e-13)}
 DTYPES = tuple(TABLE)
 SERVED = {kind: tuple(name for name, row in TABLE.items() if kind in row.devices) for kind in ("cuda", "llvm")}

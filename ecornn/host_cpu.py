@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ FLAGS = {flag: flag.replace("_", "") for flag in (
     "avx_vnni", "avx_vnni_int8", "avx_ifma", "avx512f", "avx512cd", "avx512vl", "avx512bw", "avx512dq", "avx512ifma",
     "avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "avx512_vpopcntdq", "avx512_bf16", "avx512_fp16",
     "sve", "sve2", "bf16", "i8mm")} | {
+    "amx_tile": "amx-tile", "amx_bf16": "amx-bf16",
     "pni": "sse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "lahf_lm": "sahf", "abm": "lzcnt", "bmi1": "bmi",
     "asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "asimdrdm": "rdm",
     "fcma": "complxnum", "jscvt": "jsconv", "lrcpc": "rcpc", "atomics": "lse", "crc32": "crc"}
+TILES = FLAGS["amx_tile"]
 TRIPLES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 # what a CPU without a better name gets, widest first: the flags it must have
 LEVELS = (("x86-64-v4", ("avx512f", "avx512vl", "avx512bw", "avx512dq")), ("x86-64-v3", ("avx2", "fma")),
@@ -35,6 +38,13 @@ def detect() -> Device:
     name = info.get("model name") or info.get("CPU part") or "unknown CPU"
     return Device("llvm", llvm_name(features), name, physical_cores(allowed), l2=l2_bytes(allowed[0]),
                   memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), features=features)
+
+
+def permit_tiles() -> bool:
+    """Asks Linux for the tile registers of AMX, which this process and those that it forks may use from then on (its
+    Documentation/arch/x86/xstate.rst). False where it refuses."""
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    return not ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
 
 
 def named(name: str) -> Device | None:

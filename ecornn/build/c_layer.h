@@ -1,6 +1,8 @@
 // A layer: packed weights where the module's code runs, zero states, and workspaces that no call uses.
 #pragma once
+#include <sys/syscall.h>
 #include <tvm/ffi/c_api.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -153,11 +155,18 @@ struct Placing {
   int64_t run = 1;
 };
 
+// The number in cpu_pack.h of what becomes of a weight of a data type; -1: none of them.
+inline int64_t PackKind(const Packing& packing, DLDataType type) {
+  const Stored own = type.bits == 32 ? kFloat32 : type.bits == 64 ? kFloat64 : type.code == kDLBfloat ? kBfloat16 : kFloat16;
+  if (packing.kind == own) return own == kFloat32 ? 0 : own == kFloat64 ? -1 : 1;
+  return packing.kind != kFloat32 || type.bits != 16 ? -1 : own == kBfloat16 ? 2 : 3;
+}
+
 // None (no gates) where no such sum is: an axis of `split` has elements of two of `pad`.
-inline Placing PlacingOf(const Packing& packing) {
+inline Placing PlacingOf(const Packing& packing, DLDataType type) {
   Placing made;
   const auto& pad = packing.pad;
-  if (packing.kind != kFloat32 || (pad.size() != 2 && pad.size() != 3)) return made;
+  if (PackKind(packing, type) < 0 || (pad.size() != 2 && pad.size() != 3)) return made;
   for (size_t axis = 0; axis <= pad.size(); ++axis) {
     bool border = false;
     for (size_t n = 0; n <= packing.split.size(); ++n) border |= Product(packing.split, n) == Product(pad, axis);
@@ -245,7 +254,7 @@ class DevicePacking {
 };
 
 // A matrix for the code of a CPU's module that packs: PackJob of cpu_pack.h.
-using PackJob = std::array<int64_t, 7>;
+using PackJob = std::array<int64_t, 8>;
 
 struct Layer : ecornn_layer {
   Layer(const Tables& of, const ecornn_api* functions, int32_t number, int32_t most)
@@ -309,6 +318,8 @@ struct Layer : ecornn_layer {
       }
       return device_packing->Pack(fail, weights, KernelType(type), parts, stream);
     }
+    const DLDataType own = tables.description.dtype;
+    if (type.code != own.code || type.bits != own.bits) return fail(ECORNN_UNSUPPORTED, "weights of the layer's type alone");
     std::vector<PackJob> jobs;
     const std::vector<Placing>& places = Placings();
     for (size_t n = 0; n < places.size(); ++n) {
@@ -337,7 +348,7 @@ struct Layer : ecornn_layer {
         if (const int32_t code = packed[n]->Write(fail, made.data(), bytes, stream)) return code;
         continue;
       }
-      const int64_t bytes = Product(packing.split) * 4;
+      const int64_t bytes = Product(packing.split) * BytesOf(packing);
       if (first) {
         if (const int32_t code = Add(fail, bytes)) return code;
         memset(reinterpret_cast<void*>(packed[n]->at()), 0, static_cast<size_t>(bytes));
@@ -363,24 +374,29 @@ struct Layer : ecornn_layer {
     return packed.back()->Make(fail, bytes);
   }
 
-  static bool Plain(const Packing& packing, const std::vector<Weight>& weights) {
+  bool Plain(const Packing& packing, const std::vector<Weight>& weights) const {
+    const DLDataType own = tables.description.dtype;
     return std::all_of(packing.sources.begin(), packing.sources.end(), [&](const auto& source) {
       if (source.first < 0) return true;
       const DLTensor& t = *weights[static_cast<size_t>(source.first)].tensor;
-      return t.dtype.code == kDLFloat && t.dtype.bits == 32 && Contiguous(t);
+      return t.dtype.code == own.code && t.dtype.bits == own.bits && Contiguous(t);
     });
   }
+
+  int64_t BytesOf(const Packing& packing) const { return PackKind(packing, tables.description.dtype) == 1 ? 2 : 4; }
 
   // By packing; none of a GPU's module, nor of one without code that packs.
   const std::vector<Placing>& Placings() {
     const bool code = !tables.cuda() && ecornn_functions[kPack];
     if (placings.empty()) {
-      for (const Packing& packing : tables.packings) placings.push_back(code ? PlacingOf(packing) : Placing{});
+      for (const Packing& packing : tables.packings) {
+        placings.push_back(code ? PlacingOf(packing, tables.description.dtype) : Placing{});
+      }
     }
     return placings;
   }
 
-  // Adds the matrices of packing `n`, contiguous float32 at these addresses; of those alone that have changed.
+  // Adds the matrices of packing `n`, contiguous, of the layer's type, at these addresses; of those alone that have changed.
   void Jobs(size_t n, const int64_t* weights, const uint8_t* changed, std::vector<PackJob>* jobs) const {
     const Packing& packing = tables.packings[n];
     const Placing& placing = placings[n];
@@ -391,9 +407,10 @@ struct Layer : ecornn_layer {
       // gate -1: the whole matrix
       const int64_t all = gate < 0 ? p.shape[0] : p.shape[0] / tables.gates[static_cast<size_t>(parameter)];
       const int64_t rows = p.ndim > 1 ? all : 1, columns = p.ndim > 1 ? p.shape[1] : all;
-      jobs->push_back({packed[n]->at() + 4 * placing.gates[s],
-                       weights[parameter] + 4 * std::max<int64_t>(gate, 0) * rows * columns, rows, columns,
-                       Address(placing.rows.data()), Address(placing.columns.data()), placing.run});
+      jobs->push_back({packed[n]->at() + BytesOf(packing) * placing.gates[s],
+                       weights[parameter] + tables.itemsize() * std::max<int64_t>(gate, 0) * rows * columns, rows, columns,
+                       Address(placing.rows.data()), Address(placing.columns.data()), placing.run,
+                       PackKind(packing, tables.description.dtype)});
     }
   }
 
@@ -424,6 +441,14 @@ inline bool HasWord(const char* text, const char* word) {
 // Whether this CPU has all instructions that the module uses; fails with the first that it lacks.
 inline int32_t CheckHost(const Failure& fail, const Tables& tables) {
   if (tables.flags.empty()) return ECORNN_OK;
+#if defined(__x86_64__)
+  // Linux lets processes have the tile registers of AMX that ask for them: see permit_tiles() of host_cpu.py.
+  const bool tiles = tables.description.dtype.code == kDLBfloat &&
+                     std::any_of(tables.flags.begin(), tables.flags.end(), [](const char* f) { return !strcmp(f, "amx_tile"); });
+  if (tiles && syscall(SYS_arch_prctl, 0x1023, 18)) {
+    return fail(ECORNN_DEVICE, "the module uses the tile registers of AMX, which Linux does not let this process have");
+  }
+#endif
   FILE* file = fopen("/proc/cpuinfo", "r");  // streams take a tenth of the time to compile all this
   char* line = nullptr;
   size_t room = 0;

@@ -14,10 +14,13 @@ namespace ecornn {
 
 // A matrix to be packed: element (row, column) of `from`, contiguous, goes to to[row_at[row] + column_at[column]]. `run`
 // is 8 where each 8 columns, from one that is a multiple of it on, go to places that follow each other, -8 where each 8
-// rows do. Matrices of one packing follow each other and have the same tables.
+// rows do. Matrices of one packing follow each other and have the same tables. `kind` is one of PackKind.
 struct PackJob {
-  int64_t to, from, rows, columns, row_at, column_at, run;
+  int64_t to, from, rows, columns, row_at, column_at, run, kind;
 };
+
+// What becomes of an element: it is copied, or widened to float32. c_layer.h has the same numbers.
+enum PackKind : int64_t { kCopy32 = 0, kCopy16 = 1, kOfBfloat16 = 2, kOfFloat16 = 3 };
 
 // Threads that have enough to do with these jobs.
 inline int PackingThreads(const PackJob* jobs, int64_t count) {
@@ -48,8 +51,38 @@ inline void Turn(const float* from, int64_t stride, float* to, const int64_t* co
 #endif
 }
 
+inline float OfBits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float OfBfloat16(uint16_t bits) { return OfBits(uint32_t{bits} << 16); }
+
+inline float OfFloat16(uint16_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+  if (rest >= 0x7c00) return OfBits(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  const float size = OfBits(rest << 13) * 0x1p112f;  // its exponent counts from another number; exact, subnormals too
+  return sign ? -size : size;
+}
+
+// Rows i0 to i1 and columns j0 to j1 of 16 bits.
+template <typename To, typename Make>
+void PackEach(const PackJob& job, int64_t i0, int64_t i1, int64_t j0, int64_t j1, Make make) {
+  const auto* row_at = reinterpret_cast<const int64_t*>(job.row_at);
+  const auto* column_at = reinterpret_cast<const int64_t*>(job.column_at);
+  for (int64_t i = i0; i < i1; ++i) {
+    const uint16_t* row = reinterpret_cast<const uint16_t*>(job.from) + i * job.columns;
+    To* place = reinterpret_cast<To*>(job.to) + row_at[i];
+    for (int64_t j = j0; j < j1; ++j) place[column_at[j]] = make(row[j]);
+  }
+}
+
 // Rows i0 to i1 and columns j0 to j1.
 inline void PackBlock(const PackJob& job, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+  if (job.kind == kCopy16) return PackEach<uint16_t>(job, i0, i1, j0, j1, [](uint16_t bits) { return bits; });
+  if (job.kind == kOfBfloat16) return PackEach<float>(job, i0, i1, j0, j1, OfBfloat16);
+  if (job.kind == kOfFloat16) return PackEach<float>(job, i0, i1, j0, j1, OfFloat16);
   const auto* row_at = reinterpret_cast<const int64_t*>(job.row_at);
   const auto* column_at = reinterpret_cast<const int64_t*>(job.column_at);
   for (int64_t i = i0; i < i1; ++i) {

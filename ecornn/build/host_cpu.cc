@@ -112,7 +112,7 @@ ECORNN_EXPORT int __tvm_ffi_share(void*, const TVMFFIAny* args, int32_t count, T
   return 0;
 }
 
-// pack(jobs, count, threads) -> None: `jobs` points to `count` of PackJob, of float32.
+// pack(jobs, count, threads) -> None: `jobs` points to `count` of PackJob.
 ECORNN_EXPORT int __tvm_ffi_pack(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   if (count != 3) return Fail("TypeError", "pack(jobs, count, threads) got another number of arguments");
   if (!AllIntegers(args, count)) return Fail("TypeError", "pack(jobs, count, threads) takes integers");

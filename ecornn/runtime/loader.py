@@ -13,7 +13,7 @@ from ecornn import temporary
 from ecornn.boundary import public
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ModuleError
-from ecornn.host_cpu import FLAGS, cpuinfo
+from ecornn.host_cpu import FLAGS, TILES, cpuinfo, permit_tiles
 from ecornn.manifest import Manifest, decode
 from ecornn.notebook import table
 from ecornn.runtime.layer import Layer
@@ -126,6 +126,9 @@ class Module:
         ArgumentError : ``threads`` is not 1 to 1024, or was given for a GPU"""
         _integer("device", device, 0, 1 << 16)
         check_host(self.manifest.device, device)
+        if self.manifest.workload.dtype == "bfloat16" and TILES in self.manifest.device.features and not permit_tiles():
+            raise ModuleError("the module uses the tile registers of AMX, which Linux does not let this process have: "
+                              "compile it with config={'matrix': 0}")
         if self.manifest.device.kind == "cuda":
             if threads is not None:
                 raise ArgumentError("threads", threads, "None: the module runs on a GPU")

@@ -106,10 +106,10 @@ class PackedWeights:
         self._pack_at(pointers, dtype, None, parts, stream)
 
     def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
-        """Packs weights at addresses of a CPU, unchecked: contiguous, float32, in the manifest's order; again only
-        ``changed`` numbers. False, and nothing done, where the module's code cannot pack all that it reads."""
+        """Packs weights at addresses of a CPU, unchecked: contiguous, of the layer's type, in manifest order; only
+        ``changed`` numbers again. False, and nothing done, where the module's code cannot pack all that it reads."""
         flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
-        return self._pack_at(pointers, "float32", flags, NEEDED | OPTIONAL, 0)
+        return self._pack_at(pointers, self._manifest.workload.dtype, flags, NEEDED | OPTIONAL, 0)
 
     def _pack_at(self, pointers: Sequence[int], dtype: str, flags: bytes | None, parts: int, stream: int) -> bool:
         at, kind, error = (ctypes.c_int64 * len(pointers))(*pointers), DLDataType(*DLPACK[dtype], 1), _Error()

@@ -16,9 +16,9 @@ told:
 float32 layers on a GPU multiply in TF32 wherever cuDNN's RNNs may, which is PyTorch's default; ``replace(model,
 tf32=False)`` keeps them exact, as ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` does.
 
-Layers train: on CPUs in float32 and float64, on GPUs in float32, float16 and bfloat16, also under autocast, gradients
-are those of compiled modules. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the
-environment that is an error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
+Layers train: in float32, float16 and bfloat16, on CPUs also in float64, on GPUs also under autocast, gradients are
+those of compiled modules. Where PyTorch has to run a warning says why, and with ``ECORNN_STRICT=1`` in the environment
+that is an error. Gradients of gradients are refused: ``restore(model)`` makes its layers torch.nn's again.
 
 Under torch.compile, torch.export, the modes and transforms of torch.func and others, a layer is one operator,
 ``torch.ops.ecornn.recurrent``, or, with gradients, ``recurrent_forward`` with ``recurrent_backward``. They have the

@@ -92,6 +92,8 @@ class HostWeights:
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor], _: Shared) -> None:
         self._kind, self._layer = kind, layer
         self._parameters = [(p.name, torch.Size(p.shape)) for p in layer.manifest.parameters]
+        self._dtype = layer.manifest.workload.dtype
+        self._type = getattr(torch, self._dtype)
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, snapshot: Snapshot) -> None:
         """Packs weights, again those that have changed since the ``snapshot``; see :meth:`DeviceWeights.pack`."""
@@ -105,10 +107,11 @@ class HostWeights:
         """See :meth:`DeviceWeights.readable`."""
         known = self._kind.parameters(weights)
         tensors = [known[name] for name, _ in self._parameters]
-        plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
+        plain = all(w.shape == shape and w.dtype == self._type and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
         pointers = [address(w) for w in tensors] if plain else [0]  # 0: it has no memory
-        return "float32" if all(pointers) else "", pointers, tensors
+        # no module's code packs float64
+        return self._dtype if all(pointers) and self._type is not torch.float64 else "", pointers, tensors
 
     def pack_for_states(self) -> None:
         """Does nothing: no weights wait."""

@@ -39,8 +39,8 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
     data = input.data if isinstance(input, PackedSequence) else input
     if not serves(data.device, data.dtype) or (data.is_cpu and torch.is_autocast_enabled("cpu")):
         check_type(data, module._flat_weights[0])
-        return ("compiled layers serve float32 and float64 on a CPU, without autocast, and float32, float16 and "
-                f"bfloat16 on a GPU; the input is {data.dtype} on {data.device.type}"), False
+        return ("compiled layers serve float32, float64, float16 and bfloat16 on a CPU, without autocast, and float32, "
+                f"float16 and bfloat16 on a GPU; the input is {data.dtype} on {data.device.type}"), False
     asked = derivatives(lambda: (data, *tensors_of(hx), *weights_of(module)))
     if asked == "forward derivatives":
         return "compiled layers have no forward derivatives", False

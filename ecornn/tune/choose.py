@@ -61,7 +61,10 @@ def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
         raise DTypeError("dtype", task.workload.dtype, f"one of {', '.join(allowed)} on {where}")
-    if (weights := task.workload.weights) and task.device.kind == "cuda":
+    if (weights := task.workload.weights) and task.device.kind == "llvm" and task.workload.dtype != "float32":
+        raise DTypeError("weights", weights, f"None with dtype {task.workload.dtype} on a CPU, which rounds weights of "
+                         "float32 layers alone")
+    if weights and task.device.kind == "cuda":
         if weights not in ON_GPUS:
             raise DTypeError("weights", weights, f"None or {', '.join(ON_GPUS)} on a GPU")
         if (dtype := task.workload.dtype) not in ("float16", "bfloat16"):

@@ -27,16 +27,29 @@ if TYPE_CHECKING:
     from tvm.tirx import Stmt
 
 
-class Emitter:
-    """Writes one function; :meth:`scalar` and :meth:`pointer` add parameters; vectors have ``lanes`` of ``real``."""
+# Types of elements that are narrower than what is computed -> how LLVM sees them: it has no arithmetic of bfloat16.
+NARROW = {"float16": "float16", "bfloat16": "uint16"}
 
-    def __init__(self, lanes: int, real: str = "float32") -> None:
+
+def vector_of(dtype: str, lanes: int) -> str:
+    """The type of a vector of ``dtype``; one lane is no vector."""
+    return f"{dtype}x{lanes}" if lanes > 1 else dtype
+
+
+class Emitter:
+    """Writes one function; :meth:`scalar` and :meth:`pointer` add parameters; vectors have ``lanes`` of ``real``.
+    Elements of 16-bit floating-point buffers are ``real`` outside of memory."""
+
+    def __init__(self, lanes: int, real: str = "float32", rough: bool = False) -> None:
+        """``rough``: quotients of functions may have relative errors of 2**-14, as results in 16 bits do not show."""
         from tvm import ir, tirx
 
+        self.rough = rough
         self.ir, self.tirx, self.lanes, self.real = ir, tirx, lanes, real
         self.vector_type = self.lanes_of(real)
         self.parameters: list[Var] = []
         self.stack: list[list[Stmt]] = [[]]
+        self.narrow: dict[TirBuffer, str] = {}  # those of 16-bit floating-point elements -> their type
 
     # -- parameters and the function ------------------------------------------------------------
     def scalar(self, name: str) -> Expr:
@@ -47,11 +60,14 @@ class Emitter:
 
     def pointer(self, name: str, dtype: str | None = None) -> TirBuffer:
         dtype = dtype or self.real
-        var = self.tirx.Var(name, self.ir.PointerType(self.ir.PrimType(dtype), "global"))
+        element = NARROW.get(dtype, dtype)
+        var = self.tirx.Var(name, self.ir.PointerType(self.ir.PrimType(element), "global"))
         self.parameters.append(var)
         # the size is only a bound: raw pointers carry none, and nothing checks it
-        buffer = self.tirx.decl_buffer([self.index(1 << 40)], dtype, f"{name}_data", data=var)
+        buffer = self.tirx.decl_buffer([self.index(1 << 40)], element, f"{name}_data", data=var)
         self.add(self.tirx.DeclBuffer(buffer, data=var))
+        if dtype in NARROW:
+            self.narrow[buffer] = dtype
         return buffer
 
     def function(self, name: str) -> PrimFunc:
@@ -121,21 +137,61 @@ class Emitter:
         """A TIR intrinsic that returns the type of its first operand."""
         return self.ir.Call(self.ir.Op.get(f"tirx.{name}"), list(operands), ret_ty=operands[0].ty)
 
+    def quotient(self, a: Expr, b: Expr) -> Expr:
+        if not self.rough or self.lanes != 16:
+            return a / b
+        no_mask = self.tirx.const(-1, "int16")
+        inverse = "llvm.x86.avx512.rcp14.ps.512"
+        return a * self.tirx.call_llvm_pure_intrin(self.vector_type, inverse, b, self.splat(0.0), no_mask)
+
     def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
         return self.intrinsic("fma", a, b, c)  # a * b + c, rounded once
 
     # -- memory ---------------------------------------------------------------------------------
     def load(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        return self.tirx.BufferLoad(buffer, [self.index(index)])
+        return self.widened(buffer, self.tirx.BufferLoad(buffer, [self.index(index)]), 1)
 
     def store(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
+        self.add(self.tirx.BufferStore(buffer, self.narrowed(buffer, value, 1), [self.index(index)]))
 
     def vload(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        return self.tirx.BufferLoad(buffer, [self.ramp(index)])
+        return self.widened(buffer, self.tirx.BufferLoad(buffer, [self.ramp(index)]), self.lanes)
 
     def vstore(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
+        self.add(self.tirx.BufferStore(buffer, self.narrowed(buffer, value, self.lanes), [self.ramp(index)]))
+
+    def widened(self, buffer: TirBuffer, value: Expr, lanes: int) -> Expr:
+        """An element, or vector, of a buffer as code has it."""
+        kind = self.narrow.get(buffer)
+        if kind is None:
+            return value
+        if kind == "float16":
+            return self.tirx.Cast(vector_of("float32", lanes), value)
+        bits = self.tirx.Cast(vector_of("uint32", lanes), value) << self.all(16, "uint32", lanes)
+        return self.tirx.reinterpret(vector_of("float32", lanes), bits)
+
+    def narrowed(self, buffer: TirBuffer, value: Expr, lanes: int) -> Expr:
+        """A value as a buffer has it: rounded to nearest, ties to even."""
+        kind = self.narrow.get(buffer)
+        if kind is None:
+            return value
+        if kind == "float16":
+            return self.tirx.Cast(vector_of("float16", lanes), value)
+        return self.tirx.Cast(vector_of("uint16", lanes), self.rounded(value, lanes) >> self.all(16, "uint32", lanes))
+
+    def rounded(self, value: Expr, lanes: int) -> Expr:
+        """Bits whose upper half is a float32 value in bfloat16."""
+        bits = self.let("bits", self.tirx.reinterpret(vector_of("uint32", lanes), self.let("number", value)))
+        one = self.all(1, "uint32", lanes)
+        rounded = bits + self.all(0x7FFF, "uint32", lanes) + (bits >> self.all(16, "uint32", lanes) & one)
+        # NaN has the largest bits, which must not become zero. TVM takes floats to be equal to themselves
+        size = bits & self.all(0x7FFFFFFF, "uint32", lanes)
+        return self.let("rounded", self.tirx.Select(size <= self.all(0x7F800000, "uint32", lanes), rounded,
+                                                     bits | self.all(0x400000, "uint32", lanes)))
+
+    def all(self, value: int, dtype: str, lanes: int) -> Expr:
+        constant = self.tirx.const(value, dtype)
+        return self.tirx.Broadcast(constant, lanes) if lanes > 1 else constant
 
     def prefetch(self, buffer: TirBuffer, index: Expr | int) -> None:
         """Asks for the cache line of an element, which need not exist."""
@@ -151,8 +207,7 @@ class Emitter:
         return self.tirx.Cast(self.lanes_of(dtype), value)
 
     def lanes_of(self, dtype: str) -> str:
-        """The type of a vector of ``dtype``; one lane is no vector."""
-        return f"{dtype}x{self.lanes}" if self.lanes > 1 else dtype
+        return vector_of(dtype, self.lanes)
 
     def local(self, name: str, dtype: str | None = None, size: int = 0) -> TirBuffer:
         """A vector of its own, or ``size`` elements; LLVM makes it a register where every access is a whole vector."""
@@ -235,7 +290,7 @@ def tanh(e: Emitter, x: Expr) -> Expr:
     x = bounded(e, x, -TANH_BOUND, TANH_BOUND)
     square = e.let("square", x * x)
     # the quotient first: x times a polynomial near 0.005 would lose the bits of a tiny x
-    return e.let("tanh", x * (horner(e, square, TANH_ODD) / horner(e, square, TANH_EVEN)))
+    return e.let("tanh", x * e.quotient(horner(e, square, TANH_ODD), horner(e, square, TANH_EVEN)))
 
 
 def sigmoid(e: Emitter, x: Expr) -> Expr:

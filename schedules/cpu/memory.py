@@ -64,11 +64,13 @@ class Memory:
                  e: Emitter | None = None) -> None:
         """``prefix``: of the names of its own buffers, where a function ``e`` has several parts."""
         self.plan, self.shape, self.graph, self.traversal = plan, shape, plan.graph, traversal
-        self.prefix, self.e = prefix, e or Emitter(shape.lanes, shape.real)
+        self.prefix, self.e = prefix, e or Emitter(shape.lanes, shape.real, shape.narrow)
         self.buffers: list[Buffer] = []
         self.data: dict[str, TirBuffer] = {}  # buffer name, without the prefix -> its elements
         self.integers: dict[tuple[str, int], Integers] = {}  # (stage, group of rows) -> its operand as integers
         self.paired: dict[tuple[str, int], Paired] = {}  # ... as copies for products of pairs
+        # (stage, operand) -> its rows in another data type, and how far they are apart
+        self.copied: dict[tuple[str, Var | None], tuple[TirBuffer, int]] = {}
         self.aliases: dict[str, str] = {}  # further pointer parameters -> their buffer
         self.given: dict[Var, Place] = {}  # what other parts of the function, or its caller, made
         self.kept: dict[Var, TirBuffer] = {}  # value carried between stages -> its buffer

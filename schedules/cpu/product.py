@@ -75,6 +75,7 @@ STORED = {
     "float64": Stored(1, 1, "float64", word=8),
     "float32": Stored(1, 1, "float32"),
     "bfloat16": Stored(2, 1, "uint32"),
+    "float16": Stored(2, 1, "uint32"),
     "int16": Stored(2, 1, "uint32", scaled=True),
     "int21": Stored(3, 2, "uint32", scaled=True),
     "int8": Stored(4, 1, "int32", scaled=True),
@@ -88,6 +89,9 @@ def widen(e: Emitter, words: Sequence[Expr], place: int, kind: str) -> Expr:
     if kind == "bfloat16":
         bits = words[0] & e.splat(UPPER, "uint32") if place else words[0] << e.splat(16, "uint32")
         return e.let("weight", e.tirx.reinterpret(e.vector_type, bits))
+    if kind == "float16":
+        half = e.cast("uint16", words[0] >> e.splat(16, "uint32") if place else words[0])
+        return e.let("weight", e.cast("float32", e.tirx.reinterpret(e.lanes_of("float16"), half)))
     if kind == "int16":
         bits = words[0] if place else words[0] << e.splat(16, "uint32")
     elif place < 2:
@@ -105,11 +109,13 @@ class Ahead:
     share: int
 
 
-def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, kind: str) -> Packing:
+def packing(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, kind: str,
+            depth: int = 1) -> Packing:
     """(tile, K / group, gate, vector, lane, group), int16 and int21 (..., vector, word, lane), from (H, K), transposed
-    (K, H); with heads K is one head's, which has whole tiles, and transposed ones are blocks (K, K)."""
+    (K, H); with heads K is one head's, which has whole tiles, and transposed ones are blocks (K, K). K is padded to a
+    multiple of ``depth``."""
     tiles, gates, group = -(-hidden // (vectors * lanes)), len(terms), STORED[kind].group
-    groups, sources = -(-k // group), tuple(t.source for t in terms)
+    groups, sources = -(-k // max(group, depth)) * max(group, depth) // group, tuple(t.source for t in terms)
     if terms[0].heads > 1:
         assert k % (vectors * lanes) == 0 and hidden == k * terms[0].heads
     if terms[0].transposed and terms[0].heads > 1:

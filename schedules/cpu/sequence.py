@@ -15,6 +15,7 @@ from ecornn.program import WORKSPACE, Extent, Parallel, Program
 from ecornn.schedules.assemble import call_buffers
 from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
+from ecornn.schedules.cpu import matrix
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place, StepPlan, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
@@ -29,7 +30,7 @@ class Sequence(Worker):
     def declare(self) -> None:
         s, graph = self.shape, self.graph
         self.declare_scalars()
-        for b in call_buffers(graph.states, self.traversal, s.real):
+        for b in call_buffers(graph.states, self.traversal, s.dtype):
             self.add(b)
         self.declare_step(s.padded_batch)
         if self.place:
@@ -49,6 +50,8 @@ class Sequence(Worker):
     def function(self, name: str) -> PrimFunc:
         e = self.e
         self.declare()
+        if self.shape.by_matrix:
+            matrix.configure(e)
         self.prelude()
         e.call("ecornn_barrier")
         with self.chunks() as (first, low, count):
@@ -60,6 +63,8 @@ class Sequence(Worker):
             self.steps_of(first, low, count)
             self.after_steps(low, count)
         self.epilogue()
+        if self.shape.by_matrix:
+            matrix.release(e)
         return e.function(name)
 
     def after_steps(self, low: Expr, count: Expr) -> None:

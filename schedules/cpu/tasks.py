@@ -4,14 +4,15 @@ row, statistics over all of its units, then what follows from them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import reduce
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, reduce
 
 from ecornn.analysis import Statistic
 from ecornn.analysis.step import Term
 from ecornn.schedules.builder import Expr, TirBuffer, Var
+from ecornn.schedules.cpu import matrix
 from ecornn.schedules.cpu.emit import vector
-from ecornn.schedules.cpu.memory import Memory, Place, Span, Stage, groups
+from ecornn.schedules.cpu.memory import Group, Memory, Place, Span, Stage, groups
 from ecornn.schedules.cpu.product import STORED, Ahead, accumulators, multiply, multiply_pairs, restore
 from ecornn.schedules.cpu.tiling import Tile
 
@@ -25,31 +26,71 @@ class TileTask:
         self.o, self.e, self.s, self.plan = owner, owner.e, owner.shape, owner.plan
         self.stage, self.tile, self.first, self.t, self.rows = stage, tile, span.first, span.t, span.rows
         self.units, self.top, self.ahead = units, top, ahead
-        self.products: dict[Var, list[list[TirBuffer]]] = {}  # row variable -> registers [row][vector]
+        self.products: dict[Var, Callable[[int | Expr, int], Expr]] = {}  # row variable -> (row, vector) -> the sum
         self.source: dict[Var, tuple[int, int]] = {}  # row variable -> (group, gate)
         self.values: dict[Var, Expr] = {}
 
     def run(self) -> None:
         e, s, tile = self.e, self.s, self.tile
         for group in groups(self.stage.rows, tile.gates):
+            if tile.matrix:
+                self.by_matrix(group)
+                continue
             columns = len(group.products) * tile.vectors
             into: list[list[TirBuffer]] = []
             for number, (operand, terms) in enumerate(group.parts, group.first):
                 add = (self.pairs if tile.pairs else self.plain)(number, terms[0], columns)
                 into = into or accumulators(e, tile.rows, columns, f"sum{number}", s.weights)
-                some = None if operand is None else self.o.timeline.any_live(self.t, self.top, tile.rows)
-                if terms[0].rows:  # units beyond them have no weights
-                    has = e.let("has", self.units < e.index(-(-terms[0].rows // (tile.vectors * s.lanes))))
-                    some = has if some is None else e.tirx.And(has, some)
-                with nullcontext() if some is None else e.when(some):
+                with self.needed(operand, terms[0]):
                     add(into)
             for gate, row in enumerate(group.products):
-                first = gate * tile.vectors
-                self.products[row.var] = [r[first:first + tile.vectors] for r in into]
+                self.products[row.var] = partial(self.of_registers, into, gate * tile.vectors)
                 self.source[row.var] = group.first, gate
+        if tile.matrix:
+            with e.loop("m", e.tirx.Min(e.index(tile.rows), self.rows - self.top)) as m:
+                for v in range(tile.vectors):
+                    self.pointwise(m, v)
+            return
         for m in range(tile.rows):
             for v in range(tile.vectors):
                 self.pointwise(m, v)
+
+    def of_registers(self, into: list[list[TirBuffer]], first: int, m: int, v: int) -> Expr:
+        return self.e.vload(into[m][first + v], 0)
+
+    def needed(self, operand: Var | None, term: Term) -> AbstractContextManager[None]:
+        """A block for a product that is due: some row of a state's takes part, and the units have weights."""
+        e, some = self.e, None
+        if operand is not None:
+            some = self.o.timeline.any_live(self.t, self.top, self.tile.rows)
+        if term.rows:  # units beyond them have no weights
+            has = e.let("has", self.units < e.index(-(-term.rows // (self.tile.vectors * self.s.lanes))))
+            some = has if some is None else e.tirx.And(has, some)
+        return nullcontext() if some is None else e.when(some)
+
+    def by_matrix(self, group: Group) -> None:
+        """The products of a group, in tile registers, and from there in memory."""
+        e, tile, lanes = self.e, self.tile, self.s.lanes
+        columns = len(group.products) * tile.vectors
+        matrix.clear(e, tile.rows, columns)
+        for number, (operand, terms) in enumerate(group.parts, group.first):
+            k, (data, apart) = self.o.depth(terms[0]), self.o.copied[self.stage.name, operand]
+            head = e.index(0)
+            if terms[0].heads > 1:  # that of the tile's units
+                head = e.let("head", e.div(self.units, k // (tile.vectors * lanes)) * k)
+            starts = [e.let("start", (self.top + r) * apart + head) for r in range(0, tile.rows, matrix.ROWS)]
+            size = STORED[self.s.weights].size(-(-k // matrix.DEPTH) * matrix.DEPTH, columns * lanes)
+            with self.needed(operand, terms[0]):
+                matrix.multiply(e, columns, data, starts, apart, self.o.data[f"{self.stage.name}_weights_{number}"],
+                                e.let("weight_start", self.units * size), -(-k // matrix.DEPTH))
+        sums = e.local(f"sums{group.first}", size=tile.rows * columns * lanes)
+        matrix.keep(e, sums, tile.rows, columns)
+        for gate, row in enumerate(group.products):
+            self.products[row.var] = partial(self.of_memory, sums, columns, gate * tile.vectors)
+            self.source[row.var] = group.first, gate
+
+    def of_memory(self, sums: TirBuffer, columns: int, first: int, m: Expr, v: int) -> Expr:
+        return self.e.vload(sums, (m * columns + first + v) * self.s.lanes)
 
     def plain(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
         e, s, k = self.e, self.s, self.o.depth(term)
@@ -94,6 +135,9 @@ class TileTask:
             integers = self.o.integers[self.stage.name, number]
             words = integers.width // STORED["int8"].group
             return integers.words, [e.let("operand", (self.top + m) * words) for m in rows]
+        if (self.stage.name, operand) in self.o.copied:
+            data, stride = self.o.copied[self.stage.name, operand]
+            return data, [e.let("operand", (self.top + m) * stride) for m in rows]
         data, start, stride = self.o.operand(operand, self.first, self.t)
         if operand is not None:
             start = e.let("operand", start + self.top * stride)
@@ -101,14 +145,14 @@ class TileTask:
         # rows past the last one read the last one again, never past the end of x
         return data, [e.let("x_row", start + e.tirx.Min(self.top + m, self.rows - 1) * stride) for m in rows]
 
-    def locate(self, m: int, v: int) -> None:
+    def locate(self, m: int | Expr, v: int) -> None:
         e, s = self.e, self.s
         self.values, self.m, self.v = {}, m, v
         self.at_row = e.let("row", self.top + m)
         self.unit = e.let("unit", (self.units * self.tile.vectors + v) * s.lanes)
         self.at = e.let("at", self.at_row * s.width + self.unit)
 
-    def pointwise(self, m: int, v: int) -> None:
+    def pointwise(self, m: int | Expr, v: int) -> None:
         self.locate(m, v)
         self.compute()
 
@@ -171,7 +215,7 @@ class TileTask:
             return self.read(o.given[var])
         level = self.plan.level[var]
         if var in self.products:
-            return self.real(var, e.vload(self.products[var][self.m][self.v], 0))
+            return self.real(var, self.products[var](self.m, self.v))
         if var in o.numbers:
             return e.cast(o.shape.real, e.ramp(self.unit))
         if level == -3:

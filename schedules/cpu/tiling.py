@@ -13,9 +13,10 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.device import Device
 from ecornn.dtypes import ITEMSIZE
 from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.cpu import matrix
 from ecornn.schedules.cpu.product import STORED
 from ecornn.schedules.rates import CPURates, cpu_rates
-from ecornn.workload import Workload
+from ecornn.workload import Workload, summed
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
@@ -31,6 +32,7 @@ class Tile:
     pairs: int = 0  # of how many values of k two are multiplied as a pair, see product.py; 0: none
     ahead: bool = False  # whether the next tile's weights are asked for meanwhile
     gates: int = 0  # of how many gates sums are in registers at the same time; 0: of all
+    matrix: bool = False  # whether the CPU's matrix unit multiplies, see matrix.py
 
     def columns(self, gates: int) -> list[int]:
         """Vectors of weights of each product loop, of a stage of so many gates."""
@@ -39,7 +41,7 @@ class Tile:
 
     def short(self, batch: int) -> int:
         """Rows of the last row tile of a step where it is lower than the others, else 0."""
-        return 0 if self.pairs else batch % self.rows
+        return 0 if self.pairs or self.matrix else batch % self.rows
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,22 @@ class Shape:
     chunk: int
     tiles: dict[str, Tile]  # stage name -> its tile
     weights: str = "float32"  # their data type
+    dtype: str = "float32"  # the layer's
     team: int = 0  # the most threads; 0: any number
 
     @property
+    def narrow(self) -> bool:
+        """True if x, y and states are narrower than what it computes in."""
+        return self.real != self.dtype
+
+    @property
+    def by_matrix(self) -> bool:
+        return any(tile.matrix for tile in self.tiles.values())
+
+    @property
     def real(self) -> str:
-        """The data type that it computes in: rounded weights are of float32 layers."""
-        return "float64" if self.weights == "float64" else "float32"
+        """The data type that it computes in."""
+        return summed(self.dtype)
 
     def units(self, tile: Tile) -> int:
         return -(-self.hidden // (tile.vectors * self.lanes))  # unit tiles of a stage
@@ -76,7 +88,7 @@ class Shape:
 
 def lanes_of(device: Device, dtype: str = "float32") -> int:
     wide = {"avx2", "avx"} & set(device.features)
-    return (64 if "avx512f" in device.features else 32 if wide else 16) // ITEMSIZE[dtype]
+    return (64 if "avx512f" in device.features else 32 if wide else 16) // ITEMSIZE[summed(dtype)]
 
 
 def head_size(task: Task) -> int:
@@ -103,11 +115,13 @@ def registers_of(device: Device) -> int:
 def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
     """Vector registers of the product loop: sums, weights of one k, and a broadcast state."""
     columns = max(tile.columns(gates)) if gates else 0
+    if tile.matrix:
+        return 0  # its own registers, see matrix.registers
     if tile.pairs:  # the weights of both values of k, and room for sums on their way: LLVM has many under way
         return tile.rows * columns + 2 * columns + 6
     if weights == "int21":  # both words, a weight of them, and two masks
         return tile.rows * columns + 3 * columns + 2
-    if weights in ("bfloat16", "int16") and tile.rows > 1:  # the pair, one of it widened, and a mask
+    if weights in ("bfloat16", "float16", "int16") and tile.rows > 1:  # the pair, one of it widened, and a mask
         return tile.rows * columns + 2 * columns + 2
     # with one row a weight is used once, straight from memory
     return tile.rows * columns + (columns if tile.rows > 1 else 0) + 1
@@ -150,6 +164,7 @@ class CPUKnobs(Knobs):
     project_gates: int = knob("as gates, for the hoisted product", before=0)
     ahead: int = knob("1: tiles prefetch the weights of the next units while they multiply, so that L3 works at the "
                       "same time; this needs more instructions", before=0)
+    matrix: int = knob("1: the CPU's matrix unit multiplies, on tiles of 16 or 32 rows", before=0)
     chunk: int = knob("steps projected at once. More: more reuse of input weights; fewer: results stay in caches")
 
 
@@ -157,12 +172,13 @@ def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
     """The tiles of the hoisted product, of each phase that has products, and of ``prologue``, the pointwise part."""
     graph, unroll, head, project = task.graph, knobs.unroll, head_vectors(task), len(task.graph.hoisted_products)
     hoisted = Tile(knobs.project_rows, vectors_of(knobs.project_columns, project), unroll,
-                   knobs.project_pairs if project else 0, False, knobs.project_gates)
+                   knobs.project_pairs if project else 0, False, knobs.project_gates, bool(knobs.matrix and project))
     found = {"hoisted": hoisted, "prologue": Tile(knobs.rows, 1, unroll)}
     for p, phase in enumerate(graph.phases, 1):
         if gates := len(phase.products):
             vectors = vectors_of(knobs.columns, gates, head)
-            found[f"phase{p}"] = Tile(knobs.rows, vectors, unroll, knobs.pairs, bool(knobs.ahead), knobs.gates)
+            found[f"phase{p}"] = Tile(knobs.rows, vectors, unroll, knobs.pairs, bool(knobs.ahead), knobs.gates,
+                                       bool(knobs.matrix))
     return found
 
 
@@ -175,7 +191,7 @@ def gates_of(task: Task, name: str) -> int:
 def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
     w = task.workload
     return Shape(w.batch, task.own_input, w.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs), w.stored,
-                 knobs.team)
+                 w.dtype, knobs.team)
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
@@ -185,6 +201,8 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
 
     def of(rows: int, columns: int) -> float:
+        if tile.matrix:
+            return max(rows * columns / matrix.DEPTH, rates.l2_vector * columns / 2) + rates.turn / matrix.DEPTH
         # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
         sums, from_l2 = rows * columns, rates.l2_vector * columns
         each = max(rates.fma * sums, rates.fma_latency, rates.vector_load * columns + rows / 2, from_l2)
@@ -221,6 +239,13 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
     last = 0 if hoisted else tile.short(rows)
     counts = {tile.rows: full + bool(short and not last), last: int(bool(last))}
     return {height: count for height, count in counts.items() if count}
+
+
+def matrix_pays(task: Task) -> bool:
+    """True if the CPU has a matrix unit, and it can multiply all operands of the layer."""
+    depths = [t.columns or 0 for p in task.graph.phases for q in p.products for t in q.terms]
+    return (matrix.available(task.device, task.workload.dtype) and lanes_for(task) == matrix.UNITS
+            and head_size(task) % matrix.DEPTH == 0 and all(k % matrix.DEPTH == 0 for k in depths))
 
 
 def pairs_pay(task: Task) -> bool:
@@ -260,7 +285,7 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         total, sums, wide = 0.0, -choice[0] * choice[1], 0
         for g in gates:
             tile = Tile(choice[0], vectors_of(choice[1], g, head), 1, choice[2] if g else 0, gates=choice[3])
-            need = registers_used(tile, g, task.workload.weights or "")
+            need = registers_used(tile, g, task.workload.stored)
             if (choice[2] and choice[3]) or (need > registers and (tile.rows, tile.vectors) != (1, 1)):
                 return float("inf"), 0, 0
             total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls, exact)
@@ -285,6 +310,15 @@ def tile_for(task: Task, rows: int, gates: int, pairs: tuple[int, ...] = (0,), h
         task, rows, [gates], row_choices(task.device, rows), column_choices(task.device, gates, task.workload), pairs,
         hoisted, head, exact)
     return Tile(height, vectors_of(width, gates, head), unrolled(height, width), of_pairs, gates=at_once)
+
+
+def matrix_tile(rows: int, gates: int, head: int = 0) -> tuple[int, int, int]:
+    """(rows, columns, gates) of a stage that the matrix unit multiplies: a register for each sum. Weights that two row
+    tiles use are loaded once; with one, more columns use each part of the operand."""
+    height = matrix.ROWS * (2 if rows > matrix.ROWS else 1)
+    most = next(n for n in range(matrix.REGISTERS, 0, -1) if matrix.registers(height, n) <= matrix.REGISTERS)
+    vectors = vectors_of(most, gates, head)
+    return height, gates * vectors, 0 if gates * vectors <= most else min(most, 2)
 
 
 def unrolled(rows: int, columns: int) -> int:

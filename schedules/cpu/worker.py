@@ -14,7 +14,7 @@ from math import prod
 from ecornn.analysis.step import Term
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu import product
+from ecornn.schedules.cpu import matrix, product
 from ecornn.schedules.cpu.emit import Emitter, vector
 from ecornn.schedules.cpu.memory import Memory, Place, Span, Stage, StepPlan, Timeline, groups, operands
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
@@ -74,11 +74,13 @@ class Worker(Memory):
         for stage in (stage for stage in (*self.plan.hoisted, *self.plan.steps) if stage.rows):
             for group in groups(stage.rows, s.tiles[stage.name].gates):
                 for number, (_, terms) in enumerate(group.parts, group.first):
-                    k = self.depth(terms[0])
+                    k, matrices = self.depth(terms[0]), s.tiles[stage.name].matrix
+                    self.declare_copied(stage, terms[0].operand)
                     if s.tiles[stage.name].pairs:
                         self.declare_paired(stage, number, terms, k)
                         continue
-                    pack = packing(terms, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights)
+                    pack = packing(terms, s.hidden, k, s.tiles[stage.name].vectors, s.lanes, s.weights,
+                                   matrix.DEPTH if matrices else 1)
                     stored = STORED[s.weights]
                     words = prod(pack.split) // stored.group * stored.words
                     self.buffer(f"{stage.name}_weights_{number}", PACKED, Extent(words), pack, stored.element)
@@ -137,6 +139,16 @@ class Worker(Memory):
             copies.append(e.pointer(alias))
             self.aliases[alias] = f"{stage.name}_copy_{number}"
         self.paired[stage.name, number] = product.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
+
+    def declare_copied(self, stage: Stage, operand: Var | None) -> None:
+        """Workspace for the rows of an operand that the matrix unit multiplies, or that are narrower than sums."""
+        by_matrix, length = self.shape.tiles[stage.name].matrix, self.length(operand)
+        if (stage.name, operand) in self.copied or not (by_matrix or (operand is None and self.shape.narrow)):
+            return
+        apart = matrix.width(length) if by_matrix else -(-length // self.shape.lanes) * self.shape.lanes
+        rows = self.workspace(stage, "rows", len(self.copied), self.room(stage) * apart,
+                              "bfloat16" if by_matrix else None)
+        self.copied[stage.name, operand] = rows, apart
 
     def workspace(self, stage: Stage, part: str, number: int, size: int, dtype: str | None = None,
                   element: str | None = None) -> TirBuffer:
@@ -248,7 +260,8 @@ class Worker(Memory):
     def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """Writes a stage's tasks; ``first``: the chunk's first step of x; ``rows``: of x (hoisted), or of the batch."""
         e, tile = self.e, self.shape.tiles[stage.name]
-        if tile.pairs or (self.shape.weights == "int8" and stage.rows):
+        copied = [key for key in self.copied if key[0] == stage.name]
+        if copied or tile.pairs or (self.shape.weights == "int8" and stage.rows):
             self.prepare(stage, first, t, rows)
             e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
@@ -282,8 +295,16 @@ class Worker(Memory):
 
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
         """Writes the operands of a stage as integers, or copies them for products of pairs."""
-        e = self.e
-        for number, term in operands(stage.rows):
+        e, tile = self.e, self.shape.tiles[stage.name]
+        for (name, operand), (into, apart) in self.copied.items():
+            if name == stage.name:
+                data, start, stride = self.operand(operand, first, t)
+                lanes, used = self.shape.lanes, apart - (matrix.DEPTH if tile.matrix else 0)
+                with self.tasks("copy", rows) as row, e.loop("part", used // lanes) as part:
+                    at = e.let("at", part * lanes)
+                    value = e.vload_part("operand", data, start + row * stride + at, self.length(operand) - at)
+                    e.vstore(into, row * apart + at, value)
+        for number, term in operands(stage.rows) if self.integers or self.paired else ():
             integers = self.integers.get((stage.name, number))
             data, start, stride = self.operand(term.operand, first, t)
             with self.tasks("quantize" if integers else "prepare", rows) as row:

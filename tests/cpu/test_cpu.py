@@ -188,8 +188,9 @@ def test_default_fits_and_is_a_choice_of_the_knobs(cell, batch):
 def test_serves_says_why_not():
     schedule, task = CPUSequence(), make_task(get("gru"), Workload("gru", 8, 8), detect())
     assert schedule.serves(task) is None
-    half = replace(task, workload=msgspec.structs.replace(task.workload, dtype="float16"))
-    assert "float32" in str(schedule.serves(half))
+    trains = replace(task, workload=msgspec.structs.replace(task.workload, weights="int16"),
+                     traversal=msgspec.structs.replace(task.traversal, keep="gates"))
+    assert "float32" in str(schedule.serves(trains))
     gpu = replace(task, device=msgspec.structs.replace(task.device, kind="cuda"))
     assert "CPU" in str(schedule.serves(gpu))
 

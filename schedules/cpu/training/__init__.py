@@ -12,11 +12,12 @@ from ecornn.analysis.kept import Kept, kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, Var
+from ecornn.schedules.cpu import matrix
 from ecornn.schedules.cpu.memory import Stage, StepPlan
 from ecornn.schedules.cpu.memory import plan as plan_step
 from ecornn.schedules.cpu.sequence import Sequence
 from ecornn.schedules.cpu.tasks import TileTask
-from ecornn.schedules.cpu.tiling import Shape, Tile, beyond_l2, head_vectors, tile_for
+from ecornn.schedules.cpu.tiling import Shape, Tile, beyond_l2, head_size, head_vectors, matrix_tile, tile_for
 from ecornn.schedules.cpu.training.backward import BackwardWorker
 from ecornn.schedules.cpu.training.parts import Backward, backward_plans
 from ecornn.schedules.keeping import Stored
@@ -56,17 +57,24 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
 
     def tile(of: Task, rows: int, gates: int, every_step: bool) -> Tile:
         head = head_vectors(task) if of is task else 0
+        if by_matrix and gates:
+            height, columns, at_once = matrix_tile(rows, gates)
+            return Tile(height, columns // gates, 1, gates=at_once, matrix=True)
         made = tile_for(of, rows, gates, hoisted=not every_step, head=head, exact=True)
         ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > made.rows and gates > 0
         return replace(made, ahead=ahead)
 
-    whole = chunk * work.batch
+    # heads are transposed as whole words
+    whole, weights = chunk * work.batch, forward.real if head_size(task) else forward.weights
+    terms = [term for plan in (plans.replay, plans.recurrence, plans.inputs, plans.dx) if plan is not None
+             for stage in plan.steps for row in stage.rows for term in row.terms]
+    by_matrix = forward.by_matrix and not head_size(task) and all((t.columns or 0) % matrix.DEPTH == 0 for t in terms)
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
             **tiles(plans.inputs, whole, task, False), **tiles(plans.finish, work.batch, task, False)}
-    shape = replace(forward, chunk=chunk, tiles=made or none, weights=forward.real, team=0)
+    shape = replace(forward, chunk=chunk, tiles=made or none, weights=weights, team=0)
     across = replace(task, workload=structs.replace(work, hidden=task.own_input, input=work.hidden))
     dx = {} if plans.dx is None else tiles(plans.dx, whole, across, False)
-    return shape, Shape(work.batch, work.hidden, task.own_input, forward.lanes, chunk, dx or none, forward.real)
+    return shape, Shape(work.batch, work.hidden, task.own_input, forward.lanes, chunk, dx or none, weights, work.dtype)
 
 
 class KeepingTask(TileTask):
@@ -126,5 +134,5 @@ class KeepingSequence(Sequence):
 
     def declare(self) -> None:
         super().declare()
-        for buffer in Stored(self.states, self.values).buffers(self.shape.batch, self.shape.hidden, self.shape.real):
+        for buffer in Stored(self.states, self.values).buffers(self.shape.batch, self.shape.hidden, self.shape.dtype):
             self.add(buffer)

@@ -19,10 +19,12 @@ from ecornn.program import BACKWARD, ENTRIES, KEPT, TENSORS, WORKSPACE, Extent
 from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
+from ecornn.schedules.cpu import matrix
 from ecornn.schedules.cpu.emit import Emitter, vector
 from ecornn.schedules.cpu.memory import Place, Stage, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
+from ecornn.schedules.cpu.training.matrix_outer import MatrixOuterProducts
 from ecornn.schedules.cpu.training.parts import Backward, Copy, Outer, OuterProducts, Recurrence, gather
 from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
 from ecornn.schedules.keeping import Stored
@@ -83,11 +85,15 @@ class BackwardWorker(Worker):
 
     def function(self, name: str) -> PrimFunc:
         self.declare()
+        if tiles := self.shape.by_matrix or (self.dx is not None and self.dx.shape.by_matrix):
+            matrix.configure(self.e)
         self.prelude()
         self.e.call("ecornn_barrier")
         with self.recurrence.chunks() as (first, low, count):
             self.chunk(first, low, count)
         self.epilogue()
+        if tiles:
+            matrix.release(self.e)
         self.buffers += [b for part in (self.recurrence, *self.passes) for b in part.buffers]
         return self.e.function(name)
 
@@ -100,10 +106,10 @@ class BackwardWorker(Worker):
         s, task = self.shape, self.layer
         self.declare_scalars()
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT and not TENSORS[t].switch]  # it always adds
-        for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
+        for b in tensor_buffers(tensors, task.traversal, s.dtype, self.forward.states, self.forward.parameters):
             self.add(b)
         states = tuple(name for name in self.plans.kept.states if name != self.forward.output)
-        for b in Stored(states, self.plans.kept.values).buffers(s.batch, s.hidden, s.real):
+        for b in Stored(states, self.plans.kept.values).buffers(s.batch, s.hidden, s.dtype):
             self.add(b)
         self.declare_constants()
         self.recurrence.declare(self)
@@ -123,8 +129,9 @@ class BackwardWorker(Worker):
         self.finish.given.update({v: self.recurrence.last(n) for n, v in self.plans.recurrence.graph.states.items()})
         if self.total_row:  # (number, unit)
             self.buffer("totals", WORKSPACE, Extent(len(self.total_row) * s.width))
-        self.outers = OuterProducts(self, [self.outer(o) for o in self.outer_products], s.chunk * s.batch,
-                                    registers_of(task.device))
+        outers, rows = [self.outer(o) for o in self.outer_products], s.chunk * s.batch
+        self.outers = (MatrixOuterProducts(self, outers, rows) if s.by_matrix else
+                       OuterProducts(self, outers, rows, registers_of(task.device)))
 
     def declare_rows(self) -> None:
         """Declares the rows in which the parts find what forward left, and dy."""
