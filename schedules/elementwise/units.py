@@ -8,7 +8,7 @@ Subclasses say what a step is."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ecornn.analysis import Assign
@@ -36,15 +36,23 @@ def ring_words(cut: ElementwiseKnobs, hoisted: Hoisted) -> int:
     return cut.prefetch * cut.threads * hoisted.words(cut.units)  # words of a block's ring in shared memory
 
 
-Thread = Callable[[SequenceKernel, TirBuffer | None, Expr, Expr, Expr, Expr], None]
+@dataclass(frozen=True)
+class UnitThread:
+    """A thread of a kernel, and the units that it has of a batch row."""
+
+    kernel: SequenceKernel
+    cut: ElementwiseKnobs
+    ring: TirBuffer | None  # the block's shared memory, where there are hoisted values: (slot, piece, thread, word)
+    thread: Expr  # in its block
+    row: Expr
+    unit: Expr  # the first one
 
 
-def units_kernel(name: str, task: Task, cut: ElementwiseKnobs, kinds: Mapping[str, str], thread_of: Thread,
-                 parts: int = 1, kept: Stored = NOTHING) -> PrimFunc:
+def units_kernel(name: str, task: Task, cut: ElementwiseKnobs, kinds: Mapping[str, str],
+                 code: Callable[[UnitThread, Expr], None], parts: int = 1, kept: Stored = NOTHING) -> PrimFunc:
     """A kernel with a thread for ``units`` neighbouring units of a batch row, in each of ``parts`` blocks of blocks.
-    ``kinds``: its parameters beside ``T, B``, masks and what is ``kept``, flat, with their types. ``thread_of`` emits
-    the thread's code, from the kernel, the block's ring of slots in shared memory, if there are hoisted values, the
-    thread, its row, its first unit, and its part."""
+    ``kinds``: its parameters beside ``T, B``, masks and what is ``kept``, flat, with their types. ``code`` emits the
+    code of a thread, which is given with the number of its part."""
     hoisted, columns, blocks = hoisted_of(task, cut.hoisted), task.workload.hidden // cut.units, blocks_of(task, cut)
     with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
@@ -52,7 +60,6 @@ def units_kernel(name: str, task: Task, cut: ElementwiseKnobs, kinds: Mapping[st
         arguments |= kept.arguments(task.workload.dtype) | row_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(blocks * parts), T.thread(cut.threads)
-        # (slot, piece, thread, word of the piece)
         ring = T.shared(ring_words(cut, hoisted)) if task.graph.hoisted_outputs else None
         item = T.let("item", (block if parts == 1 else block % blocks) * cut.threads + thread)
         row = T.let("row", item // columns)
@@ -61,7 +68,7 @@ def units_kernel(name: str, task: Task, cut: ElementwiseKnobs, kinds: Mapping[st
         with T.when(row < batch):
             unit = T.let("unit", item % columns * cut.units)
             kernel = SequenceKernel(task, hoisted, cut.math, arguments, steps, batch, kept)
-            thread_of(kernel, ring, thread, row, unit, block // blocks)
+            code(UnitThread(kernel, cut, ring, thread, row, unit), block // blocks)
     return made()
 
 
@@ -89,17 +96,16 @@ class Span:
 class Units(ABC):
     """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
 
-    def __init__(self, kernel: SequenceKernel, cut: ElementwiseKnobs, ring: TirBuffer | None, thread: Expr, row: Expr,
-                 unit: Expr, states: Iterable[str], span: Span | None = None) -> None:
-        """``ring``: the block's shared memory, where there are hoisted values; (slot, piece, thread, word of the
-        piece). ``states``: those that the thread keeps in registers; ``span``: the steps, by default all."""
+    def __init__(self, of: UnitThread, states: Iterable[str], span: Span | None = None) -> None:
+        """``states``: those that the thread keeps in registers; ``span``: the steps, by default all."""
+        kernel, cut, row = of.kernel, of.cut, of.row
         task, hoisted, batch, count, group = kernel.task, kernel.hoisted, kernel.batch, cut.units, cut.group
         self.task, self.graph, self.math, self.arguments = task, task.graph, kernel.math, kernel.arguments
         self.hoisted, self.kept, self.timeline = hoisted, kernel.kept, kernel.timeline
         self.all_steps, self.batch, self.span = kernel.steps, batch, span
         self.steps = kernel.steps if span is None else span.count
         self.count, self.group, self.threads, self.prefetch = count, group, cut.threads, cut.prefetch
-        self.ring, self.thread, self.row, self.unit = ring, thread, row, unit
+        self.ring, self.thread, self.row, self.unit = of.ring, of.thread, row, of.unit
         self.kept_states = {name: s for s, name in enumerate(states)}
         place = task.traversal
         self.states: TirBuffer = (T.local("states", (len(self.kept_states), count), "float32") if self.kept_states
@@ -125,7 +131,7 @@ class Units(ABC):
     def end(self, first: Expr) -> None:
         """What remains after the last step."""
 
-    def reads(self) -> Iterable[Var] | None:
+    def reads(self) -> Container[Var] | None:
         """The hoisted values that steps read; None: all."""
         return None
 
@@ -218,6 +224,12 @@ class Units(ABC):
         """The step of the sequence that the span's ``number``-th is."""
         return number if self.span is None else self.span.first + number
 
+    def load_states(self, first: Expr) -> None:
+        """Loads the states that the call begins with."""
+        for name, s in self.kept_states.items():
+            for e in range(self.count):
+                T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
+
     def masks(self, i: int, number: Expr) -> tuple[Expr | None, Expr | None]:
         """Whether the row takes part in a step, and whether a sequence starts before it, as the timeline says."""
         t = self.in_time(number)
@@ -251,24 +263,21 @@ class Units(ABC):
 class Recurrence(Units):
     """All of a step: its states from the call's own first ones to its last ones, y or ``outputs``, and kept values."""
 
-    def __init__(self, kernel: SequenceKernel, cut: ElementwiseKnobs, ring: TirBuffer | None, thread: Expr, row: Expr,
-                 unit: Expr, span: Span | None = None) -> None:
-        super().__init__(kernel, cut, ring, thread, row, unit, kernel.task.graph.states, span)
+    def __init__(self, of: UnitThread, span: Span | None = None) -> None:
+        super().__init__(of, of.kernel.task.graph.states, span)
         task, place, H = self.task, self.task.traversal, self.task.workload.hidden
         values = self.graph.written * H
         width, own = ((task.row or len(self.graph.outputs) * H, 0) if place.backward
                       else (place.y_width(values), place.y_offset(values)))
-        self.output = T.let("y_first", self.first * width + (unit + own))
+        self.output = T.let("y_first", self.first * width + (self.unit + own))
         self.outputs_apart = T.let("y_apart", self.apart * width)
         self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
         if self.kept and width > H:
-            self.kept_first = T.let("kept_first", self.first * H + unit)
+            self.kept_first = T.let("kept_first", self.first * H + self.unit)
             self.kept_apart = T.let("kept_apart", self.apart * H)
 
     def begin(self, first: Expr) -> None:
-        for name, s in self.kept_states.items():
-            for e in range(self.count):
-                T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
+        self.load_states(first)
 
     def end(self, first: Expr) -> None:
         # an adjoint's may have been cleared since

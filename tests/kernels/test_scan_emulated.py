@@ -1,0 +1,140 @@
+"""`scan`, emulated, against float64: published cells and random affine steps, with all that a layer may have; what is
+too large for float32; and where it is chosen."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import published
+import pytest
+from affine_steps import RandomAffine
+from cuda_on_cpu import Emulated
+from emulated import check_numbers, known_by_name, task_of
+from tvm import te
+
+from ecornn.cells import Cell, pointwise
+from ecornn.schedules import all_schedules
+from ecornn.targets import KNOWN
+from ecornn.tune.choose import serving_or_raise
+from ecornn.workload import ALONE, Traversal
+
+SCHEDULE = all_schedules()["scan"]
+SMALL = {"threads": 32, "prefetch": 8, "group": 4}  # little to emulate
+
+
+class Growth(Cell):
+    """A state that is multiplied by 4 in each step."""
+
+    name, states = "growth", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def step(self, x: Any, states: Any, p: Any) -> list[Any]:
+        (h,) = states
+        return [pointwise(lambda b, j: 4.0 * h[b, j] + x[b, j], h)]
+
+
+class Slow(Cell):
+    """A decay of 1 - 2**-12, and half of x."""
+
+    name, states = "slow", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def step(self, x: Any, states: Any, p: Any) -> list[Any]:
+        (h,) = states
+        return [pointwise(lambda b, j: (1.0 - 2.0**-12) * h[b, j] + 0.5 * te.tanh(x[b, j]), h)]
+
+
+class Delayed(Cell):
+    """A line of two states: y is x of two steps before; the second one's old value is the first one's new one."""
+
+    name, states, output = "delayed", ("old", "older"), "older"
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def step(self, x: Any, states: Any, p: Any) -> list[Any]:
+        old, older = states
+        return [pointwise(lambda b, j: x[b, j] + 0.0 * older[b, j], old), pointwise(lambda b, j: old[b, j], old)]
+
+
+RANDOM = {cell.name: cell for cell in map(RandomAffine, range(5))}
+OWN = {"slow": Slow(), "growth": Growth(), "delayed": Delayed()}
+known = known_by_name({**published.CELLS, **RANDOM, **OWN})
+ALL = Traversal(lengths=True, resets=True)
+BACK = Traversal(True, lengths=True, resets=True)
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs", "traversal"), [
+    ("min_gru", (1, 1, 1, 1), "float32", {"chunks": 4}, ALONE),  # chunks without steps
+    ("min_gru", (45, 2, 5, 8), "bfloat16", {"chunks": 4, "units": 4, "hoisted": "same"}, ALONE),
+    ("min_lstm", (23, 3, 5, 7), "float32", {"chunks": 8}, ALL),
+    ("qrnn", (30, 2, 5, 6), "float16", {"chunks": 4, "units": 2}, Traversal(False, 2)),
+    ("qrnn", (21, 5, 5, 7), "float32", {"chunks": 16}, BACK),  # h is read by no step
+    ("hgrn", (19, 3, 5, 9), "bfloat16", {"chunks": 4}, ALL),
+    ("rg_lru", (26, 2, 6, 6), "float32", {"chunks": 8, "units": 2}, Traversal(True)),
+    ("lru", (33, 2, 5, 6), "float32", {"chunks": 8}, ALL),  # a complex number
+    ("lru", (17, 2, 5, 8), "float16", {"chunks": 4, "units": 2}, Traversal(True)),
+    ("selective_ssm", (25, 2, 7, 7), "float32", {"chunks": 4}, Traversal(resets=True)),
+    ("mega_ema", (40, 1, 3, 5), "tf32", {"chunks": 32}, Traversal(lengths=True)),
+    ("t_rnn", (12, 1, 3, 33), "bfloat16", {"chunks": 8}, Traversal(True, 2, True, True)),
+    ("delayed", (11, 2, 4, 4), "float32", {"chunks": 8}, ALL),
+    ("slow", (300, 1, 2, 2), "float32", {"chunks": 64}, ALONE),  # more maps than groups
+    *((name, (14 + n, 2, 3, 4), "float32", {"chunks": (4, 8, 16)[n % 3]}, (ALL, ALONE, BACK)[n % 3])
+      for n, name in enumerate(RANDOM))], ids=str)
+def test_results(tmp_path: Path, cell: str, sizes: Any, dtype: str, knobs: dict[str, Any], traversal: Traversal):
+    task = task_of(cell, sizes, dtype, traversal=traversal)
+    assert SCHEDULE.serves(task) is None
+    check_numbers(tmp_path, SCHEDULE, task, {**SCHEDULE.default(task), **SMALL, **knobs})
+
+
+def ran(folder: Path, cell: str, x: np.ndarray, first: np.ndarray, knobs: dict[str, Any],
+        traversal: Traversal = ALONE, masks: dict[str, np.ndarray] | None = None) -> np.ndarray:
+    """y of a float32 layer of one state without parameters."""
+    steps, batch, hidden = x.shape
+    task = task_of(cell, (steps, batch, hidden, hidden), "float32", traversal=traversal)
+    plan = SCHEDULE.plan(task, {**SCHEDULE.default(task), **SMALL, **knobs})
+    rows, _ = Emulated(SCHEDULE.program(task, plan), folder).run(x, {"h": first}, {}, masks or {})
+    return rows
+
+
+def test_coefficients_too_large_for_float32(tmp_path: Path):
+    """Zeros stay zeros, where a chunk's coefficient is 4 to its steps; a reset ends what has grown; NaN stays NaN."""
+    steps, names = 400, ("zero", "late", "reset", "nan")
+    x, resets = np.zeros((steps, len(names), 1), np.float32), np.zeros((steps, len(names)), bool)
+    x[steps - 3, 1], x[0, 2], x[5, 3] = 1, 1, np.nan
+    resets[350, 2] = True
+    y = ran(tmp_path, "growth", x, np.zeros(x.shape[1:], np.float32), {"chunks": 4}, Traversal(resets=True),
+            {"resets": resets})
+    wanted, h = np.zeros_like(x), np.zeros(x.shape[1:], np.float32)
+    with np.errstate(over="ignore"):
+        for t in range(steps):
+            h = np.float32(4) * np.where(resets[t, :, None], np.float32(0), h) + x[t]
+            wanted[t] = h
+    np.testing.assert_array_equal(y, wanted)
+    assert np.isinf(wanted[300, 2]) and np.isnan(wanted[-1, 3]) and wanted[-1, 1] == 16
+
+
+SHAPES = [(16384, 1, 1024), (65536, 1, 256), (131072, 1, 512), (4096, 4, 512), (2048, 8, 256)]  # T, B, H
+
+
+@pytest.mark.parametrize("cell", ["min_gru", "qrnn", "lru", "rg_lru", "mega_ema"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_chosen_where_units_are_few_and_steps_are_many(cell: str, dtype: str):
+    def first(T: int, B: int, H: int) -> str:
+        return serving_or_raise(task_of(cell, (T, B, H, H), dtype, KNOWN["sm_90a"]))[0].name
+    assert {first(*shape) for shape in SHAPES} == {"scan"}
+    full = [(65536, 64, 256), (16384, 16, 1024), (131072, 1, 16384), (2048, 20, 800 + 32), (300, 64, 512)]
+    assert {first(*shape) for shape in full} == {"elementwise"}  # units that fill the chip
+    assert {first(T, 1, 256) for T in (1, 10, 50)} == {"elementwise"}  # no time to gain
+    assert first(65536, 1, 1) == "scan" and "scan" not in {first(1000, B, 1024) for B in (16, 17, 64)}
+
+
+@pytest.mark.parametrize(("cell", "why"), [
+    ("brc", "no affine map"), ("rwkv4", "no affine map"), ("gru1", "recurrent product")])
+def test_it_refuses_what_is_no_affine_map(cell: str, why: str):
+    assert why in str(SCHEDULE.serves(task_of(cell, (64, 2, 8, 8), "float32")))
+
