@@ -121,7 +121,7 @@ class Units(ABC):
 
     @abstractmethod
     def begin(self, first: Expr) -> None:
-        """What is in registers before the first step; ``first``: the place of the units in an array (B, H)."""
+        """Fills registers before the first step; ``first``: the place of the units in an array (B, H)."""
 
     @abstractmethod
     def step(self, i: int, number: Expr) -> None:
@@ -129,7 +129,7 @@ class Units(ABC):
 
     @abstractmethod
     def end(self, first: Expr) -> None:
-        """What remains after the last step."""
+        """Stores the results of the span after its last step."""
 
     def reads(self) -> Container[Var] | None:
         """The hoisted values that steps read; None: all."""
@@ -231,7 +231,7 @@ class Units(ABC):
                 T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
 
     def masks(self, i: int, number: Expr) -> tuple[Expr | None, Expr | None]:
-        """Whether the row takes part in a step, and whether a sequence starts before it, as the timeline says."""
+        """True if the row takes part in a step, and if a sequence starts before it; None as the timeline says."""
         t = self.in_time(number)
         live = self.timeline.live(t, self.limit)
         return live, None if self.marks is None else self.timeline.starts(t, self.limit, self.marks[i])

@@ -13,13 +13,14 @@ from emulated import check_numbers, known_by_name, task_of
 from test_backward_emulated import Step
 from test_backward_emulated import check as check_step
 from test_backward_recurrence_emulated import check_asked, check_recurrence, recurrence_of
+from test_stacks_cuda import SIDES, check_results, program_of
 from tvm import te
 
 from ecornn.cells import Cell, pointwise
 from ecornn.schedules import all_schedules
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
-from ecornn.workload import ALONE, Traversal
+from ecornn.workload import ALONE, SERIAL, Overlap, Stack, Traversal
 
 SCHEDULE = all_schedules()["scan"]
 SLOW = pytest.mark.exhaustive  # what takes seconds to compile, beside others like it
@@ -127,6 +128,15 @@ def test_training_steps(tmp_path: Path, forward: str, cell: str, sizes: Any, dty
     step = Step(tmp_path, forward, cell, sizes, dtype, traversal, "gates", behind="scan")
     assert {"backward_compose0", "backward_carry0", "backward_replay"} <= {*step.program.functions}
     check_step(step, cell, sizes, dtype, traversal)
+
+
+@SLOW
+@pytest.mark.parametrize("overlap", [SERIAL, SIDES], ids=str)
+def test_a_stack(tmp_path: Path, overlap: Overlap):
+    """Two directions at the same time have maps of their own."""
+    stack = Stack(1, True, True, True)
+    program = program_of("scan", "t_rnn", stack, "float32", overlap=overlap, **SMALL)
+    check_results(Emulated(program, tmp_path), "t_rnn", stack, "float32")
 
 
 def ran(folder: Path, cell: str, x: np.ndarray, first: np.ndarray, knobs: dict[str, Any],
