@@ -69,7 +69,7 @@ GPU = [
     program("flashrnn_training", "compare_flashrnn.py", "--training", docs=True, needs="flashrnn")]
 CPU = [grid("cpu"), grid("cpu_training")]
 NAMED = [  # what is measured where it is asked for
-    grid("training", *JOBS), grid("past_chip", *JOBS), program("models", "compare_models.py"),
+    grid("training", *JOBS), grid("past_chip", *JOBS), grid("scan", *JOBS), program("models", "compare_models.py"),
     program("packed_training", "compare_packed.py", "--training"),
     program("columns_training", "compare_packed.py", "--columns", "--training"),
     program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "cpu_in_programs.py", "cells"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ecornn.analysis.affine import groups_of
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import narrow_terms
 from ecornn.boundary import public
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from ecornn.tune.lookup import Found
 
 
+class Dependence(msgspec.Struct, frozen=True):
+    """States that depend on each other, and how their new values depend on their old ones, a value of
+    :class:`~ecornn.analysis.affine.Past`."""
+
+    states: list[str]
+    past: str
+
+
 class StepSummary(msgspec.Struct, frozen=True):
     """A step in numbers, as the analysis has it."""
 
@@ -37,6 +46,7 @@ class StepSummary(msgspec.Struct, frozen=True):
     statistics: int
     travels: list[list[str]]  # states, or what is computed of them, that other units need, a list for each exchange
     stays: list[str]  # states that no other unit needs
+    past: list[Dependence]  # all states, each group behind those that it depends on
     weights: int
     weight_bytes: int
     multiplications: int  # of a step of all rows, hoisted ones not counted
@@ -191,7 +201,8 @@ def summary(task: Task) -> StepSummary:
     weights = sum((t.rows or work.hidden) * (t.columns or work.hidden // t.heads) for t in terms)
     return StepSummary(list(graph.states), graph.output or ", ".join(v.name for v in graph.outputs),
                        len(graph.hoisted_products), len(terms), len(graph.statistics), exchanged,
-                       [name for name, leaf in graph.states.items() if leaf.name not in operands], weights,
+                       [name for name, leaf in graph.states.items() if leaf.name not in operands],
+                       [Dependence(list(group.states), group.past.value) for group in groups_of(graph)], weights,
                        round(weights * size), weights * work.batch)
 
 

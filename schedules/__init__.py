@@ -14,13 +14,14 @@ def all_schedules() -> dict[str, Schedule]:
     from ecornn.schedules.persistent import Persistent
     from ecornn.schedules.persistent_block import PersistentBlock
     from ecornn.schedules.persistent_wide import PersistentWide
+    from ecornn.schedules.scan import Scan
     from ecornn.schedules.step.fused_step import FusedStep
     from ecornn.schedules.step.layout_transform import LayoutTransform
     from ecornn.schedules.step.whole_step import WholeStep
 
     return {s.name: s for s in (
-        Persistent(), PersistentWide(), PersistentBlock(), Elementwise(), LayoutTransform(), WholeStep(), FusedStep(),
-        CPUSequence())}
+        Persistent(), PersistentWide(), PersistentBlock(), Scan(), Elementwise(), LayoutTransform(), WholeStep(),
+        FusedStep(), CPUSequence())}
 
 
 def revisions() -> dict[str, int]:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import getattr_static
 from itertools import chain, zip_longest
 from itertools import product as combinations
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -45,7 +46,7 @@ class Knobs:
 
     @classmethod
     def offered(cls, choices: Mapping[str, tuple[Value, ...]]) -> tuple[Knob, ...]:
-        declared = {name: vars(cls)[name] for name in choices}
+        declared = {name: getattr_static(cls, name) for name in choices}
         return tuple(Knob(name, choices[name], one.trades, one.before) for name, one in declared.items())
 
 
@@ -237,7 +238,7 @@ class Schedule(ABC, Generic[Plan]):
 
     def generation(self, task: Task) -> int:
         """The generation of schedules that first serves the task; earlier records say nothing of this one. 1:
-        `persistent_block`; 2: its clusters, streamed weights of `persistent_wide`; 3: heads of the first."""
+        `persistent_block`; 2: its clusters, streamed weights of `persistent_wide`; 3: heads of the first; 4: `scan`."""
         return 0
 
     def rank(self, task: Task) -> float:

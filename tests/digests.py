@@ -141,6 +141,8 @@ def layers() -> Iterator[Layer]:
         if not stack.sequences:
             yield Layer("gru", "znver3", "float32", (40, 5, 32, 48), stack=stack)
     yield Layer("indrnn", stack=Stack(2, True, True, True), sizes=(40, 16, 128, 128))
+    for stack in (Stack(), Stack(lengths=True, resets=True, reverse=True, keep="states")):
+        yield Layer("leaky", schedule="scan", stack=stack, sizes=(200, 2, 96, 96))
     yield Layer("lstm", stack=Stack(2, True), overlap="directions", sizes=(200, 16, 256, 256))
     yield Layer("gru", stack=Stack(3, lengths=True), overlap="wavefront", sizes=(400, 16, 256, 256))
     for device in ("znver3", "skylake-avx512", "neoverse-v1"):

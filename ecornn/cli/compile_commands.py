@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ecornn.analysis.affine import Past
 from ecornn.cli.common import (
     PATH,
     PROPERTIES,
@@ -307,6 +308,11 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
         "shared_bytes": "{:,.0f} bytes of shared memory a block", "threads_of_a_call": "{:.0f} threads",
         "weight_bytes_of_a_thread": "{:,.0f} bytes of weights a thread"}
 
+PAST = {Past.UNREAD: "no later step reads it",
+        Past.AFFINE: "affine in its past, so that parts of a sequence can be computed side by side",
+        Past.NONLINEAR: "nonlinear in its unit's past alone, so one step after the other",
+        Past.COUPLED: "coupled with other units' past, so one step after the other"}
+
 
 @click.command(cls=GroupedCommand, epilog=EXPLAINING)
 @plan_options
@@ -357,6 +363,8 @@ def _step(part: Part) -> Iterator[str]:
         yield f"  {_many(step.statistics, 'statistic')} over the units of a row"
     if step.stays:
         yield f"  {', '.join(step.stays)} stays with the unit that owns it"
+    for group in step.past:
+        yield f"  {', '.join(group.states)}: {PAST[Past(group.past)]}"
     if step.weights:
         yield (f"  {step.weights:,} recurrent weights, {step.weight_bytes / 1e6:.3g} MB; "
                f"{step.multiplications / 1e6:.4g} million multiply-adds a step")

@@ -48,6 +48,7 @@ CASES: dict[str, Any] = {
     "mma": ("persistent_block", "lstm", SIZES, "float16", {}), "fma": ("persistent_block", "gru", SIZES, "float32", {}),
     "wide": ("persistent_wide", "lstm", (5, 3, 24, 40), "bfloat16", {}),
     "elementwise": ("elementwise", "indrnn", (19, 3, 16, 32), "float16", {}),
+    "scan": ("scan", "leaky", (19, 3, 16, 16), "float16", {}),
     "fused_step": ("fused_step", "lstm(layer_norm)", SIZES, "float32", {}),
     "layout_transform": ("layout_transform", "gru", SIZES, "float16", {}),
     "whole_step": ("whole_step", "lstm", (1, 3, 16, 40), "float16", {})}
@@ -71,6 +72,9 @@ PHASES = {
                                  "named barrier", "what nobody waits for")},
     "elementwise": {"sequence": ("a thread takes", "prologue", "a group of steps", "epilogue"),
                     "project": ("prologue", "producer warpgroup", "main loop", "epilogue")},
+    "scan": {"compose0": ("a thread takes", "prologue", "a group of steps", "epilogue"),
+             "carry0": ("the maps of each group", "the states that each group", "the states behind each chunk"),
+             "replay": ("a thread takes", "prologue", "a group of steps", "epilogue")},
     "fused_step": {"step": ("products", "epilogue"), "project": ("tiles", )},
     "layout_transform": {"step": ("products", "prologue", "main loop", "partial sums", "epilogue")},
     "whole_step": {"step": ("programmatic dependent launch", "MMA warps", "CTA barrier", "epilogue")},

@@ -115,7 +115,7 @@ def test_what_serves_them():
     served = {c: {n for n, s in all_schedules().items() if s.serves(task_of(c, (9, 4, 16, 32), "float16")) is None}
               for c in ("blend", "focus", "contrast", "lstm(layer_norm)")}
     every = {"persistent", "layout_transform", "fused_step"}
-    assert served == {"blend": every, "lstm(layer_norm)": every, "focus": {"elementwise", "fused_step"},
+    assert served == {"blend": every, "lstm(layer_norm)": every, "focus": {"scan", "elementwise", "fused_step"},
                       "contrast": {"fused_step"}}
 
 

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 
 import msgspec
 import numpy as np
+import published
 import pytest
 import step_cells
 from click.testing import Result
@@ -90,6 +91,16 @@ def test_floors_of_documents_are_told_from_measured_ones():
         assert any("by documents" in line for line in text(found, False)) == (source == "documents")
 
 
+def test_it_says_how_states_depend_on_their_past():
+    said = {"qrnn": {"c": "side by side", "h": "no later step"}, "brc": {"h": "nonlinear"},
+            "gru1": {"h": "other units"}, "lru": {"re, im": "side by side"}}
+    for name, words in said.items():
+        found = explain(plan(published.CELLS[name], hidden=64, batch=2, seq=9, dtype="float32", target="sm_90a"))
+        lines = [line for line in text(found, False) if line.startswith(tuple(f"  {states}: " for states in words))]
+        assert len(lines) == len(words) and all(
+            any(line.startswith(f"  {states}: ") and of in line for line in lines) for states, of in words.items())
+
+
 def test_training_has_a_part_for_backward():
     found = explain(plan("lstm", hidden=64, batch=4, seq=20, dtype="float16", layers=2, bidirectional=True,
                          training=True, target="sm_90a"))
@@ -111,7 +122,7 @@ def test_the_text_and_json():
     text = ended(*words, "-v").stdout
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
     assert [head for head in heads if not head.isdigit()] == [
-        "lstm", "step", "c", "schedules", *(name for name, one in all_schedules().items() if one.kind == "cuda"),
+        "lstm", "step", "c", "h", "schedules", *(name for name, one in all_schedules().items() if one.kind == "cuda"),
         "chosen:", "why:", "on", "weights", "expected:", "estimate", "floor:", "whole"]
     found = from_json(*words)
     (part,) = found["parts"]

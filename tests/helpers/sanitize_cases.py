@@ -103,6 +103,9 @@ CASES = {
     "elementwise": case("elementwise", "indrnn", "bfloat16", (37, 5, 24, 72), {"units": 4, "prefetch": 16}),
     "elementwise masks": case("elementwise", "indrnn", "float32", (37, 5, 24, 71), {"prefetch": 8, "group": 4},
                               lengths=True, resets=True),
+    "scan": case("scan", "leaky", "bfloat16", (37, 5, 24, 24), {"units": 4, "prefetch": 16, "chunks": 8}),
+    "scan masks": case("scan", "decay", "float32", (37, 5, 24, 71), {"prefetch": 8, "group": 4, "chunks": 4},
+                       lengths=True, resets=True),
     # hoisted values in 16 bits: odd H, projections before (mma, wgmma) and beside, and every schedule that reads them
     "same": persistent("lstm", "float16", (12, 9, 17, 47), (2, 10, 1, 2), 2, 25, 0, 100, "fast", hoisted="same"),
     "same wgmma": persistent("gru", "bfloat16", (9, 20, 64, 47), (2, 16, 2, 5), 1, 100, 4, 100, "approx",

@@ -49,14 +49,14 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, shortest: int = 1) -> None:
 
 class Step:
     def __init__(self, folder: Path, schedule: str | None, of: str | Cell, sizes: tuple[int, int, int, int], dtype: str,
-                 traversal: Traversal = ALONE, keep: str = "states") -> None:
+                 traversal: Traversal = ALONE, keep: str = "states", behind: str | None = None) -> None:
         (steps, batch, input, hidden), cell = sizes, of if isinstance(of, Cell) else cell_of(of)
         self.traversal = structs.replace(traversal, keep=keep)
         work = Workload(of if isinstance(of, str) else cell.name, hidden, input, batch, steps, dtype)
         self.task = Task(work, analyse(cell, input, hidden), TINY, self.traversal)
         found = all_schedules()[schedule] if schedule else serving_or_raise(self.task)[0]
         assert found.serves(self.task) is None
-        self.program = training_program(found, self.task)
+        self.program = training_program(found, self.task, behind=all_schedules()[behind] if behind else None)
         self.emulated = Emulated(self.program, folder)
 
     def arguments(self, steps: int, batch: int) -> Call:

@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.gemm": KERNEL,
     "schedules.step": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm"},
     "schedules.elementwise": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm"},
+    "schedules.scan": KERNEL | {"schedules.elementwise", "schedules.gemm"},
     "schedules.backward": KERNEL | {"schedules.assemble", "schedules.gemm"},
     "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm"},
     "schedules.persistent_block": KERNEL | {"schedules.assemble", "schedules.gemm"},
