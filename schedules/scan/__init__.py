@@ -33,6 +33,7 @@ from ecornn.schedules.scan.kernels import (
 )
 
 CHUNKS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+UNMEASURED = 1.5  # times the estimate of its kernels, until it is held against a GPU
 FULL = 16_384  # units of all rows from which steps, one after the other, keep an H100 busy: nothing is to be gained
 
 
@@ -100,7 +101,7 @@ class Scan(UnitSchedule[ScanKnobs]):
             waited = 2 * ceil_div(plan.chunks, GROUPS) * rates.l2_latency + GROUPS * rates.barrier  # cycles
             maps = 4 * units * len(level.places) * plan.chunks
             total += 2 * rates.launch + waited / rates.clock + 3 * maps / rate
-        return projection_time(task) / cores - gained(task, plan.hoisted) + total / work.seq
+        return projection_time(task) / cores - gained(task, plan.hoisted) + UNMEASURED * total / work.seq
 
     def recurrence(self, task: Task, plan: ScanKnobs, kept: Stored = NOTHING) -> Component:
         """The recurrence of a layer, which stores what is ``kept`` besides, or of an adjoint."""
