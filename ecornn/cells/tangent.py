@@ -9,18 +9,18 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ecornn.analysis.graph import analyse, placed
 from ecornn.analysis.declared import SHIFT
-from ecornn.analysis.operators import number, variable, where
+from ecornn.analysis.graph import analyse, placed
+from ecornn.analysis.operators import CUSTOM, key_of, number, variable, where
 from ecornn.analysis.scalar import children, is_constant, is_load, load_parts, multiplies, rebuild, reduces, transform
 from ecornn.analysis.step import Assign
-from ecornn.analysis.sweep import TIE, Factor, Partials, key_of, weighted
+from ecornn.analysis.sweep import TIE, Factor, Partials, weighted
 from ecornn.cells.base import Cell, Shape
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
-    from tvm.te import ComputeOp, Tensor
+    from tvm.te import Tensor
     from tvm.tirx import Reduce, Var
 
     Pair = tuple[Tensor, Tensor | None]  # a value and its tangent; None: it is zero
@@ -35,6 +35,8 @@ class Tangent(Cell):
     ``x`` (B, 2 I) is x and its tangent side by side; where the cell reads x at [b, j], both come as ``inputs``, too.
     States and outputs are the cell's, and behind them their tangents. A matrix W (G, R, I) of ``of_x``, which
     multiplies x, is passed as ((W, 0), (dW, W)), (2 G, R, 2 I); others are passed beside their tangents."""
+
+    order: int  # how often the innermost cell has been differentiated
 
     def __init__(self, cell: Cell, input: int, hidden: int) -> None:
         graph = analyse(cell, cell.row_width(input, hidden), hidden, sums=False)
@@ -56,6 +58,7 @@ class Tangent(Cell):
             if name in beside:
                 self.shapes |= {name: shape, f"{name}{self.end}": shape}
         self.unread = tuple(self.shapes)
+        self.says_derivatives = any(_says(a.value) for a in graph.every_assign)  # in place of those of its values
 
     def _both(self, names: Sequence[str]) -> tuple[str, ...]:
         return (*names, *(f"{name}{self.end}" for name in names))
@@ -73,6 +76,10 @@ class Tangent(Cell):
 
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         return _Forward(self, x, states, parameters).run()
+
+
+def _says(e: Expr) -> bool:
+    return key_of(e) == CUSTOM or any(map(_says, children(e)))
 
 
 class _Sums(Partials):

@@ -32,7 +32,7 @@ from ecornn.torch import compiling
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.by_address import BACK, BACK_TO_X, LayerStep, Spare
 from ecornn.torch.engine import PLAIN, Engine, Passes
-from ecornn.torch.operator import each, differentiable
+from ecornn.torch.operator import differentiable, each
 from ecornn.torch.snapshot import renewals, suspect
 from ecornn.worker import Worker
 

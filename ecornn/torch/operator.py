@@ -20,7 +20,7 @@ from ecornn.runtime.columns import Columns
 from ecornn.torch.engine import Engine, engine_for, kept_bytes
 from ecornn.torch.engine import Passes as Taken
 from ecornn.torch.kind import Kind, kind_of
-from ecornn.torch.tangents import Passes, Point, second, tangents
+from ecornn.torch.tangents import Passes, Point, changed, second, tangents
 
 Tensors = list[torch.Tensor]
 
@@ -145,11 +145,11 @@ class RecurrentForward(torch.autograd.Function):
 
 def differentiable(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: Any,
                    weights: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
-                   gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+                   gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """The gradients of a layer where gradients of these may follow."""
     shapes = output_shapes(engine.kind, x)
     given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=False)]
-    return Backward.apply(engine.kind.text, len(state), lengths, x, y, kept, *given, *state, *weights)
+    return [*Backward.apply(engine.kind.text, len(state), lengths, x, y, kept, *given, *state, *weights)]
 
 
 # past the checks of Function.apply() for torch.func, whose calls go by operators
@@ -224,10 +224,10 @@ class Forward(_Saved):
     @staticmethod
     def jvp(ctx: Any, *directions: torch.Tensor | None) -> tuple[Any, ...]:
         lengths, x, _, _, *rest = Forward.noted(ctx)
-        at = x, *rest
-        found = tangents(ctx.kind, PASSES, lengths, Point.of(at, ctx.states), Point.of(_whole(directions[3:], at),
-                                                                                      ctx.states))
-        return *found, None
+        with _outer_directions():
+            at = [*map(_primal, (x, *rest))]
+            direction = Point.of(_whole(directions[3:], at), ctx.states)
+            return *tangents(ctx.kind, PASSES, lengths, Point.of(at, ctx.states), direction), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
@@ -268,11 +268,13 @@ class Backward(_Saved):
 
     @staticmethod
     def jvp(ctx: Any, *directions: torch.Tensor | None) -> tuple[Any, ...]:
-        lengths, given, at = Backward._parts(ctx)
+        lengths, *parts = Backward._parts(ctx)
         dx, _, _, *rest = directions[3:]
-        change, rest = _whole(rest[:len(given)], given), rest[len(given):]
-        direction = Point.of(_whole([dx, *rest], at), ctx.states)
-        return tuple(second(ctx.kind, PASSES, lengths, Point.of(at, ctx.states), direction, given, change)[1])
+        with _outer_directions():
+            given, at = ([*map(_primal, those)] for those in parts)
+            change, rest = _whole(rest[:len(given)], given), rest[len(given):]
+            direction = Point.of(_whole([dx, *rest], at), ctx.states)
+            return tuple(changed(ctx.kind, PASSES, lengths, Point.of(at, ctx.states), direction, given, change))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
@@ -281,6 +283,16 @@ class Backward(_Saved):
 
 
 PASSES = Passes(lambda *args: Forward.apply(*args), lambda *args: Backward.apply(*args))
+
+
+def _outer_directions() -> Any:
+    """Within it directions of transforms around this one go on, which PyTorch would lose in a formula of one's own."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def _primal(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the direction of the transform at hand."""
+    return forward_ad.unpack_dual(tensor).primal
 
 
 def _whole(directions: Sequence[torch.Tensor | None], at: Sequence[torch.Tensor]) -> list[torch.Tensor]:

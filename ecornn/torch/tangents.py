@@ -1,13 +1,16 @@
-"""Derivatives of layers forward, and of their gradients, by layers of the cell's :class:`~ecornn.cells.tangent.Tangent`.
+"""Derivatives of layers forward, and of their gradients, by layers of :class:`~ecornn.cells.tangent.Tangent` cells.
 
-A tangent layer computes a layer's results, and how these change if x, states and weights change in a direction. The
-gradients of its tangents, with the cotangents v of a backward pass, are what the gradients of this pass change by: the
-second derivative of a layer is symmetric. So both take the passes of a layer, and their derivatives are of any order.
+A tangent layer computes a layer's results, and their tangents: how they change if x, states and weights change in a
+direction. The cotangents v of a backward pass, given as those of the tangents, give the gradients of <v, tangents>.
+These are the gradients of <gradients, direction>, which a second backward pass asks for. They are also the change of
+the gradients in that direction, since second derivatives are symmetric, but for those that a cell says itself. Both
+are computed by the passes of layers, so that they have derivatives themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -60,30 +63,41 @@ def tangents(text: str, passes: Passes, lengths: Any, at: Point, direction: Poin
     return _Stack(text, passes, lengths, at, direction).tangents
 
 
-def second(text: str, passes: Passes, lengths: Any, at: Point, direction: Point, cotangents: Tensors,
-           change: Tensors | None = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """:func:`tangents`, and the change, in a direction, of the gradients of x, states and weights that belong to the
-    ``cotangents`` of y and the last states; ``change``: that of the cotangents themselves, None: none."""
+def second(text: str, passes: Passes, lengths: Any, at: Point, direction: Point,
+           cotangents: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The derivatives of <gradients, direction>, of the gradients of x, states and weights that belong to the
+    ``cotangents`` of y and the last states: by the cotangents, which are :func:`tangents`, and by x, states and
+    weights. Raises as it does."""
     stack = _Stack(text, passes, lengths, at, direction)
-    zeros = [torch.zeros_like(c) for c in cotangents] if change is None else change
-    with _refusing(stack.kind):
-        return stack.tangents, stack.gradients(zeros, cotangents)
+    return stack.tangents, stack.gradients([torch.zeros_like(c) for c in cotangents], cotangents)
 
 
-class _refusing:
+def changed(text: str, passes: Passes, lengths: Any, at: Point, direction: Point, cotangents: Tensors,
+            change: Tensors) -> list[torch.Tensor]:
+    """The change of these gradients in a direction, in which the cotangents ``change``, too. Raises as the others, and
+    for cells that say derivatives themselves, whose second ones need not be symmetric."""
+    stack = _Stack(text, passes, lengths, at, direction)
+    if any(cell.says_derivatives for cell, _ in stack.layers):
+        raise DerivativeError(f"{_operator(stack.kind)}: forward derivatives of gradients are not computed for a cell "
+                              "that says its own derivatives, as by ecornn.spike(): differentiate the gradients "
+                              "backward, as torch.autograd.grad(..., create_graph=True) and torch.func.grad do")
+    return stack.gradients(change, cotangents)
+
+
+def _operator(kind: Kind) -> str:
+    return f"torch.ops.ecornn.recurrent of cell {get(kind.cell).name!r}"
+
+
+@contextmanager
+def _refusing(kind: Kind) -> Iterator[None]:
     """Within it errors of cells and schedules are those of a derivative that no layer computes."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, (CellError, ScheduleError)):
-            raise DerivativeError(
-                f"torch.ops.ecornn.recurrent of {self.kind.cell}: no compiled layer computes forward derivatives or "
-                "gradients of gradients. For a layer of torch.nn, call ecornn.torch.restore(model) first, and on a GPU "
-                f"set torch.backends.cudnn.flags(enabled=False); else write the layer in PyTorch. {error}") from error
+    try:
+        yield
+    except (CellError, ScheduleError) as error:
+        raise DerivativeError(
+            f"{_operator(kind)}: no compiled layer computes these forward derivatives or gradients of gradients. In "
+            "place of layers of torch.nn, call ecornn.torch.restore(model) first, and on a GPU set torch.backends."
+            f"cudnn.flags(enabled=False); write other layers as a loop over steps in PyTorch. {error}") from error
 
 
 @lru_cache(maxsize=256)
@@ -126,14 +140,15 @@ class _Stack:
         (dy, *d_states), (dt, *t_states) = ([kind.widened(g) if n < 2 else g for n, g in enumerate(those)]
                                             for those in (values, tangents))
         weights: dict[str, torch.Tensor] = {}
-        states = []
+        states: list[Tensors] = []
         for layer in range(kind.layers - 1, -1, -1):
             (cell, own), ran = self.layers[layer], self.ran[layer]
             own_rows = slice(layer * directions, (layer + 1) * directions)
             given = torch.stack([g.unflatten(-1, (directions, -1)) for g in (dy, dt)], -2).flatten(-3)
-            found = self.passes.backward(
-                keeping(own.text, KEPT[given.device.type]), len(ran.state), self.lengths, ran.rows, ran.results[0],
-                ran.results[-1], given, *(g[own_rows] for g in (*d_states, *t_states)), *ran.state, *ran.weights)
+            with _refusing(kind):
+                found = self.passes.backward(
+                    keeping(own.text, KEPT[given.device.type]), len(ran.state), self.lengths, ran.rows, ran.results[0],
+                    ran.results[-1], given, *(g[own_rows] for g in (*d_states, *t_states)), *ran.state, *ran.weights)
             rows, rest = found[0], found[1:]
             states.append(rest[:len(ran.state) // 2])
             weights |= self._unpacked(cell, layer, rest[len(ran.state):], ran.weights)

@@ -21,7 +21,7 @@ from torch_values import BACKWARD, close, error
 import ecornn.compiler
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DeviceError, ScheduleError
-from ecornn.torch import GRU, bound, compiling, engine, packed, snapshot
+from ecornn.torch import GRU, bound, compiling, engine, operator, packed, snapshot
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.by_address import Spare
 from ecornn.torch.kind import kind_of, text_of
@@ -478,13 +478,20 @@ def test_gradients_are_those_of_the_packed_layer(lstm: Any, by_layer: bool):
     assert packed.laid(sizes.numpy().tobytes(), 3, 3).columns.wrapped.size
 
 
-def test_gradients_of_gradients_are_refused(lstm: Any):
+def test_gradients_of_gradients_that_no_schedule_has_are_refused(lstm: Any, monkeypatch: pytest.MonkeyPatch):
     ours = ecornn.torch.LSTM(I, H, 2, bidirectional=True)
+    whole = packed.engine_of(ours)
+    whole.kind = kind_of(text_of(ours))
+    def engine_for(kind: Any, weights: Any) -> Any:
+        if kind != whole.kind:
+            raise ScheduleError("there is none for it")
+        return whole
+    monkeypatch.setattr(operator, "engine_for", engine_for)
     x = torch.randn(sum(LENGTHS), I).requires_grad_()
     rows = torch.split(x, LENGTHS)
     y, _ = ours(pack_sequence(rows), tuple(torch.zeros(4, len(LENGTHS), H) for _ in range(2)))
     (dx,) = torch.autograd.grad(y.data.sum(), x, create_graph=True)
-    with pytest.raises(DerivativeError, match="restore"):
+    with pytest.raises(DerivativeError, match=r"(?s)ops\.ecornn\.recurrent of cell 'lstm'.*restore.*none for it"):
         dx.sum().backward()
 
 
