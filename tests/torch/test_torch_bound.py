@@ -488,7 +488,7 @@ def test_second_gradients_are_refused(lstm: Any, monkeypatch: Any):
     x = torch.randn(sum(LENGTHS), I).requires_grad_()
     y, _ = ours(pack_sequence(torch.split(x, LENGTHS)), [torch.zeros(4, len(LENGTHS), H)] * 2)
     (dx,) = torch.autograd.grad(y.data.sum(), x, create_graph=True)
-    with pytest.raises(DerivativeError, match="recurrent of cell 'lstm'.*restore"):
+    with pytest.raises(DerivativeError, match="'lstm': no"):
         dx.sum().backward()
 
 
