@@ -107,7 +107,7 @@ class FallbackError(EcornnError, RuntimeError):
 
 
 class DerivativeError(EcornnError, NotImplementedError):
-    """A derivative that compiled modules do not have, such as a forward one. PyTorch raises NotImplementedError for
+    """A derivative that no compiled layer computes, of a kind or of a cell. PyTorch raises NotImplementedError for
     those that it lacks: this is one, too, so that a program that catches it there goes on as before."""
 
 

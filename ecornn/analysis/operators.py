@@ -32,10 +32,10 @@ def number(value: float) -> Expr:
     return tirx.const(value, "float32")
 
 
-def variable(name: str) -> Var:
+def variable(name: str, kind: str = "float32") -> Var:
     from tvm import tirx
 
-    return tirx.Var(name, "float32")
+    return tirx.Var(name, kind)
 
 
 def call(name: str, operand: Expr) -> Expr:

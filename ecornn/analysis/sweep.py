@@ -35,10 +35,10 @@ class Partials:
 
     def named(self, e: Expr, name: str) -> Expr:
         """The variable that has the value of ``e``; constants, variables and conditions stay."""
-        if is_leaf(e):
-            return e
-        operands = [self.named(c, name) for c in children(e)]
-        e = rebuild(e, operands)
+        return e if is_leaf(e) else self.kept(rebuild(e, [self.named(c, name) for c in children(e)]), name)
+
+    def kept(self, e: Expr, name: str) -> Expr:
+        """The variable that has the value of ``e``, an operator on variables; a condition stays."""
         if str(e.ty) != "float32":
             return e
         key = _key(e)

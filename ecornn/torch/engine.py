@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -43,8 +43,9 @@ PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that run no code of a subc
 
 # -- watched calls go through PyTorch's dispatcher, all others the short way past it ------------
 def watching() -> bool:
-    """Tells whether modes, functorch's transforms or the profiler, who see operators only, watch all calls."""
-    if _modes() or torch._C._functorch.maybe_current_level() is not None or profiler._is_profiler_enabled:
+    """Tells whether modes, transforms, forward derivatives or the profiler, who see operators only, watch all calls."""
+    if (_modes() or torch._C._functorch.maybe_current_level() is not None or profiler._is_profiler_enabled
+            or forward_ad._current_level >= 0):
         return True
     # torch.device(...) as a context has nothing to see here
     return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

@@ -41,10 +41,7 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
         check_type(data, module._flat_weights[0])
         return ("compiled layers serve float32, float64, float16 and bfloat16 on a CPU, without autocast, and float32, "
                 f"float16 and bfloat16 on a GPU; the input is {data.dtype} on {data.device.type}"), False
-    asked = derivatives(lambda: (data, *tensors_of(hx), *weights_of(module)))
-    if asked == "forward derivatives":
-        return "compiled layers have no forward derivatives", False
-    return "", bool(asked)
+    return "", bool(derivatives(lambda: (data, *tensors_of(hx), *weights_of(module))))
 
 
 def exporting_to_onnx() -> bool:
@@ -126,7 +123,7 @@ def waits(module: Any) -> bool:
 def _now(module: Any) -> bool:
     """Tells what :func:`waits` does, of what may differ from one call to the next."""
     return (module.wait or torch.are_deterministic_algorithms_enabled() or _hooks(True) is not None
-            or _functorch.maybe_current_level() is not None)
+            or _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0)
 
 
 def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Callable[[], Any]) -> Any:

@@ -138,7 +138,11 @@ class Kind:
                 if not w.untyped_storage().size() and w.numel():
                     raise ArgumentError(f"weights[{name!r}]", "a tensor without memory of its own",
                                         "a tensor with memory")
-        compiled = {name: w.detach() for name, w in zip(self.names, with_memory, strict=True)}
+        return self.completed({name: w.detach() for name, w in zip(self.names, with_memory, strict=True)})
+
+    def completed(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A compiled layer's weights, of those of torch's layer by name."""
+        compiled = dict(weights)
         if not self.bias:
             for name in [n for n in compiled if n.startswith("weight_hh")]:
                 zeros = compiled[name].new_zeros(len(compiled[name]))

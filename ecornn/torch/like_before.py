@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable
 
 from ecornn.program import RUN
 from ecornn.runtime.torch_arrays import TorchMemory
@@ -40,7 +40,7 @@ def again(module: Any, x: Any, hx: Any) -> Any:
     if engine.pending and (results := falling_back.again(engine, module, x, hx)) is not None:
         return results
     call: Call | None = engine.calls.get(_key(module, x))
-    if (call is None or x.layout is not torch.strided or forward_ad._current_level >= 0 or watching() or _tracing()
+    if (call is None or x.layout is not torch.strided or watching() or _tracing()
             or _autocasts(call.kind) or (call.queue is not None and _capturing())):
         return None
     state = hx if call.count > 1 else (hx,)

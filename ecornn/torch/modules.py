@@ -178,10 +178,10 @@ class Sequences(CompiledModule):
 class Compiled(Sequences, torch.nn.RNNBase):
     """The common part of ``LSTM``, ``GRU`` and ``RNN``: a compiled module computes in place of torch, gradients, too.
 
-    PyTorch's own forward runs where there is no compiled layer: for forward derivatives, in torch.jit.trace, for no
-    sequences, other devices and types, autocast on a CPU, and gradients on a GPU that no schedule has. The
-    base is RNNBase, since torch.compile refuses to look into a ``torch.nn.LSTM``. ``tf32``: whether float32 products on
-    a GPU may be in TF32, None: if cuDNN's RNNs may; ``keep``: as of :func:`ecornn.compile`, None: ``gates``."""
+    PyTorch's own forward runs where there is no compiled layer: in torch.jit.trace, for no sequences, other devices
+    and types, autocast on a CPU, and gradients on a GPU that no schedule has. The base is RNNBase, since torch.compile
+    refuses to look into a ``torch.nn.LSTM``. ``tf32``: whether float32 products on a GPU may be in TF32, None: if
+    cuDNN's RNNs may; ``keep``: as of :func:`ecornn.compile`, None: ``gates``."""
 
     def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
         if self.mode != "LSTM" and "proj_size" in kwargs:

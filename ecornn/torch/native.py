@@ -32,7 +32,7 @@ from ecornn.torch import compiling
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.by_address import BACK, BACK_TO_X, LayerStep, Spare
 from ecornn.torch.engine import PLAIN, Engine, Passes
-from ecornn.torch.operator import each, refusing_again
+from ecornn.torch.operator import differentiable, each
 from ecornn.torch.snapshot import renewals, suspect
 from ecornn.worker import Worker
 
@@ -210,7 +210,7 @@ class NativeStep:
         if swaps:
             x, y, dy = x.transpose(0, 1), y.transpose(0, 1), None if dy is None else dy.transpose(0, 1)
         if torch.is_grad_enabled():
-            found = refusing_again(self.engine, x, state, None, weights, y, kept, (dy, *others))
+            found = differentiable(self.engine, x, state, None, weights, y, kept, (dy, *others))
         else:
             passes = Passes()
             passes.one, passes.packs, passes.step = self.one, packs, self.step

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.boundary import public
-from ecornn.errors import DerivativeError
 from ecornn.runtime.columns import Columns
-from ecornn.torch.engine import Engine, Passes, engine_for, kept_bytes
+from ecornn.torch.engine import Engine, engine_for, kept_bytes
+from ecornn.torch.engine import Passes as Taken
 from ecornn.torch.kind import Kind, kind_of
+from ecornn.torch.tangents import Passes, Point, changed, second, tangents
 
 Tensors = list[torch.Tensor]
 
@@ -87,15 +89,22 @@ def _backward(ctx: Any, gradients: Tensors) -> tuple[Any, ...]:
     return dx, others[:ctx.states], None, others[ctx.states:], None
 
 
-def refuse_again(*_: Any) -> None:
-    """Raises :class:`~ecornn.errors.DerivativeError` in place of computing gradients of gradients."""
-    raise DerivativeError("compiled layers have no gradients of gradients. To compute them, call "
-                          "ecornn.torch.restore(model) first, which makes the layers torch.nn's again; on a GPU also "
-                          "set torch.backends.cudnn.flags(enabled=False)")
+def _save_again(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    x, state, lengths, weights, ctx.kind, _, _, gradients = inputs
+    ctx.states, ctx.weights = len(state), len(weights)
+    ctx.save_for_backward(lengths, x, *state, *weights, *gradients)
+
+
+def _backward_again(ctx: Any, directions: Tensors) -> tuple[Any, ...]:
+    lengths, *rest = ctx.saved_tensors
+    given, count = [*rest[1 + ctx.states + ctx.weights:]], ctx.states
+    at, direction = (Point.of(those, count) for those in (rest[:1 + count + ctx.weights], directions))
+    d_gradients, (dx, *others) = second(ctx.kind, PASSES, lengths, at, direction, given)
+    return dx, others[:count], None, others[count:], None, None, None, d_gradients
 
 
 recurrent_forward.register_autograd(_backward, setup_context=_save)
-recurrent_backward.register_autograd(refuse_again)
+recurrent_backward.register_autograd(_backward_again, setup_context=_save_again)
 
 
 # -- past PyTorch's dispatcher ------------------------------------------------------------------
@@ -111,7 +120,7 @@ class RecurrentForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, states: int, lengths: Any, x: torch.Tensor,
                 *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.passes = Passes()
+        ctx.passes = Taken()
         *outputs, kept = engine.forward(rest[states:], x, rest[:states], lengths, ctx.passes)
         ctx.engine, ctx.states, ctx.columns = engine, states, lengths if isinstance(lengths, Columns) else None
         ctx.save_for_backward(x, outputs[0], kept, lengths if ctx.columns is None else None, *rest)
@@ -128,38 +137,23 @@ class RecurrentForward(torch.autograd.Function):
             masks, wanted = ctx.columns if lengths is None else lengths, any(needed[1:1 + ctx.states])
             computed = each(lambda given: engine.backward(weights, x, state, masks, y, kept, given, wanted, ctx.passes),
                             gradients)
-        elif ctx.columns is not None:
-            computed = ColumnsBackward.apply(engine, ctx.columns, ctx.states, len(gradients), *gradients, x, y, kept,
-                                             *rest)
         else:
-            computed = refusing_again(engine, x, state, lengths, weights, y, kept, gradients)
+            computed = differentiable(engine, x, state, ctx.columns if lengths is None else lengths, weights, y, kept,
+                                      gradients)
         return None, None, None, *(value if need else None for value, need in zip(computed, needed, strict=True))
 
 
-def refusing_again(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
+def differentiable(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: Any,
                    weights: Sequence[torch.Tensor], y: torch.Tensor, kept: torch.Tensor,
                    gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The gradients of a layer where gradients of these may follow, which the operator refuses."""
+    """The gradients of a layer where gradients of these may follow."""
     shapes = output_shapes(engine.kind, x)
-    given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
-    found: list[torch.Tensor] = recurrent_backward(x, [*state], lengths, [*weights], engine.kind.text, y, kept, given)
-    return found
+    given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=False)]
+    return [*Backward.apply(engine.kind.text, len(state), lengths, x, y, kept, *given, *state, *weights)]
 
 
 # past the checks of Function.apply() for torch.func, whose calls go by operators
 _apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, RecurrentForward).apply
-
-
-class ColumnsBackward(torch.autograd.Function):
-    """The gradients of a layer on columns, which have none themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, columns: Columns, states: int, outputs: int,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gradients, (x, y, kept, *rest) = tensors[:outputs], tensors[outputs:]
-        return tuple(engine.backward(rest[states:], x, rest[:states], columns, y, kept, gradients))
-
-    backward = staticmethod(refuse_again)
 
 
 def is_batched(gradient: torch.Tensor | None) -> bool:
@@ -185,27 +179,55 @@ def each(call: Callable[[Sequence[Any]], list[Any]], gradients: Sequence[Any]) -
 def forward(x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
             weights: Sequence[torch.Tensor], kind: str) -> list[torch.Tensor]:
     """The results of ``recurrent_forward``, also under transforms of torch.func, which know no operator's formula."""
-    if torch._C._functorch.maybe_current_level() is None:
+    if torch._C._functorch.maybe_current_level() is None and forward_ad._current_level < 0:
         return [*recurrent_forward(x, [*state], lengths, [*weights], kind)]
     return [*Forward.apply(kind, len(state), lengths, x, *state, *weights)]
 
 
-class Forward(torch.autograd.Function):
-    """``recurrent_forward`` of a flat list of tensors."""
+class _Saved(torch.autograd.Function):
+    """A pass of a flat list of tensors, that has ``lengths``, a tensor or columns, and notes what it reads."""
+
+    @staticmethod
+    def note(ctx: Any, kind: str, states: int, lengths: Any, *tensors: torch.Tensor) -> None:
+        ctx.kind, ctx.states = kind, states
+        ctx.columns, masks = (lengths, None) if isinstance(lengths, Columns) else (None, lengths)
+        ctx.save_for_backward(masks, *tensors)
+        ctx.save_for_forward(masks, *tensors)
+
+    @staticmethod
+    def noted(ctx: Any) -> tuple[Any, ...]:
+        """The lengths, and the tensors."""
+        masks, *tensors = ctx.saved_tensors
+        return ctx.columns if masks is None else masks, *tensors
+
+
+class Forward(_Saved):
+    """``recurrent_forward`` of a flat list of tensors, which may be laid in columns."""
 
     @staticmethod
     def forward(kind: str, states: int, lengths: Any, x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(recurrent_forward(x, [*rest[:states]], lengths, [*rest[states:]], kind))
+        state, weights = [*rest[:states]], [*rest[states:]]
+        if isinstance(lengths, Columns):
+            return tuple(engine_for(kind_of(kind), weights).forward(weights, x, state, lengths))
+        return tuple(recurrent_forward(x, state, lengths, weights, kind))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.kind, ctx.states, lengths, x, *rest = inputs
-        ctx.save_for_backward(lengths, x, output[0], output[-1], *rest)
+        kind, states, lengths, x, *rest = inputs
+        Forward.note(ctx, kind, states, lengths, x, output[0], output[-1], *rest)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        lengths, x, y, kept, *rest = ctx.saved_tensors
+        lengths, x, y, kept, *rest = Forward.noted(ctx)
         return None, None, None, *Backward.apply(ctx.kind, ctx.states, lengths, x, y, kept, *gradients[:-1], *rest)
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: torch.Tensor | None) -> tuple[Any, ...]:
+        lengths, x, _, _, *rest = Forward.noted(ctx)
+        with _outer_directions():
+            at = [*map(_primal, (x, *rest))]
+            direction = Point.of(_whole(directions[3:], at), ctx.states)
+            return *tangents(ctx.kind, PASSES, lengths, Point.of(at, ctx.states), direction), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
@@ -213,26 +235,69 @@ class Forward(torch.autograd.Function):
         return tuple(stacked), tuple(dims)  # autograd takes a list for one output
 
 
-class Backward(torch.autograd.Function):
+class Backward(_Saved):
     """``recurrent_backward`` of a flat list of tensors: gradients of y and each state, the first states, weights."""
 
     @staticmethod
     def forward(kind: str, states: int, lengths: Any, x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor,
                 *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = 1 + len(kind_of(kind).widths)
-        gradients, rest = rest[:count], rest[count:]
-        return tuple(recurrent_backward(x, [*rest[:states]], lengths, [*rest[states:]], kind, y, kept, [*gradients]))
+        gradients, state, weights = [*rest[:count]], [*rest[count:count + states]], [*rest[count + states:]]
+        if isinstance(lengths, Columns):
+            return tuple(engine_for(kind_of(kind), weights).backward(weights, x, state, lengths, y, kept, gradients))
+        return tuple(recurrent_backward(x, state, lengths, weights, kind, y, kept, gradients))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        pass
+        kind, states, lengths, x, _, _, *rest = inputs
+        Backward.note(ctx, kind, states, lengths, x, *rest)
 
-    backward = staticmethod(refuse_again)
+    @staticmethod
+    def _parts(ctx: Any) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        """The lengths; the gradients that were given; x, the first states and weights."""
+        lengths, x, *rest = Backward.noted(ctx)
+        count = 1 + len(kind_of(ctx.kind).widths)
+        return lengths, rest[:count], [x, *rest[count:]]
+
+    @staticmethod
+    def backward(ctx: Any, *directions: torch.Tensor) -> tuple[Any, ...]:
+        lengths, given, at = Backward._parts(ctx)
+        changes, (dx, *others) = second(ctx.kind, PASSES, lengths, Point.of(at, ctx.states),
+                                        Point.of(directions, ctx.states), given)
+        return None, None, None, dx, None, None, *changes, *others
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: torch.Tensor | None) -> tuple[Any, ...]:
+        lengths, *parts = Backward._parts(ctx)
+        dx, _, _, *rest = directions[3:]
+        with _outer_directions():
+            given, at = ([*map(_primal, those)] for those in parts)
+            change, rest = _whole(rest[:len(given)], given), rest[len(given):]
+            direction = Point.of(_whole([dx, *rest], at), ctx.states)
+            return tuple(changed(ctx.kind, PASSES, lengths, Point.of(at, ctx.states), direction, given, change))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
         stacked, dims = each_call(Backward.apply, info, in_dims, args)
         return tuple(stacked), tuple(dims)
+
+
+PASSES = Passes(lambda *args: Forward.apply(*args), lambda *args: Backward.apply(*args))
+
+
+def _outer_directions() -> Any:
+    """Within it directions of transforms around this one go on, which PyTorch would lose in a formula of one's own."""
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def _primal(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the direction of the transform at hand."""
+    return forward_ad.unpack_dual(tensor).primal
+
+
+def _whole(directions: Sequence[torch.Tensor | None], at: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Directions with zeros for those that are none."""
+    return [torch.zeros_like(t) if d is None else d for d, t in zip(directions, at, strict=True)]
 
 
 @recurrent.register_vmap

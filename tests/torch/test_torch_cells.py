@@ -11,10 +11,9 @@ import torch
 from refusals import refused
 from torch.utils.checkpoint import checkpoint
 from torch_pairs import B, H, I, T, case, load, pair
-from torch_values import FORWARD, agree, double, error, flat
+from torch_values import BACKWARD, FORWARD, agree, close, double, error, flat
 
 import ecornn.torch
-from ecornn.errors import DerivativeError
 from ecornn.torch import cells, engine, like_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -200,15 +199,15 @@ def test_weights_written_between_the_passes():
             assert all(map(torch.equal, torch.autograd.grad(y, [*ours.parameters()]), wanted))
 
 
-def test_gradients_of_gradients_are_refused():
-    ours, x = ecornn.torch.GRUCell(I, H), torch.randn(B, I, requires_grad=True)
-    loss, asked = Loop(ours)(x[None]).sum(), [x, *ours.parameters()]
-    wanted = torch.autograd.grad(loss, asked, retain_graph=True)
-    found = torch.autograd.grad(loss, asked, create_graph=True)
-    agree(found, [g.double() for g in wanted])
-    for one in (found[0], found[2]):
-        with pytest.raises(DerivativeError, match="restore"):
-            one.sum().backward(retain_graph=True)
+def test_gradients_of_gradients():
+    theirs, ours = torch.nn.GRUCell(I, H).double(), ecornn.torch.GRUCell(I, H)
+    ours.load_state_dict(theirs.state_dict())
+    x, seconds = torch.randn(2, B, I), []
+    for cell, rows in ((ours, x.requires_grad_()), (theirs, x.detach().double().requires_grad_())):
+        asked = [rows, *cell.parameters()]
+        found = torch.autograd.grad(Loop(cell)(rows).square().sum(), asked, create_graph=True)
+        seconds.append([*found, *torch.autograd.grad(sum(g.square().sum() for g in found), asked)])
+    close(*seconds, BACKWARD)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -300,8 +299,6 @@ def test_what_does_not_fit_is_pytorchs_error(number: int):
 def test_what_is_not_compiled_is_pytorchs():
     ours = ecornn.torch.LSTMCell(I, H)
     assert ours(torch.zeros(0, I))[0].shape == (0, H)
-    with pytest.warns(UserWarning, match="forward derivatives"):
-        torch.func.jvp(lambda x: ours(x)[0], (torch.randn(B, I),), (torch.randn(B, I),))
     with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast"):
         ours(torch.randn(B, I))
 
