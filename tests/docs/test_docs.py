@@ -58,6 +58,7 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by PyTorch's own forward derivatives
 @pytest.mark.parametrize("name", RUN)
 def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
