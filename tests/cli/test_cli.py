@@ -404,11 +404,8 @@ def test_an_argument_of_another_type_is_named(argument: str, value: Any, allowed
 
 
 def test_a_data_type_that_a_device_does_not_have_is_named():
-    for target, dtype, allowed in (("sm_90a", "float64", "float32, float16, bfloat16 on a GPU"),
-                                   ("cpu", "bfloat16", "float32, float64 on a CPU"),
-                                   ("cpu", "float16", "float32, float64 on a CPU")):
-        with pytest.raises(DTypeError, match=f"^dtype='{dtype}': expected one of {allowed}$"):
-            ecornn.compile("lstm", hidden=8, dtype=dtype, target=target)
+    with pytest.raises(DTypeError, match="^dtype='float64': expected one of float32, float16, bfloat16 on a GPU$"):
+        ecornn.compile("lstm", hidden=8, dtype="float64", target="sm_90a")
     with pytest.raises(DTypeError, match=r"^weights='int16': expected None with dtype float64"):
         ecornn.compile("lstm", hidden=8, dtype="float64", weights="int16", target="cpu")
 
