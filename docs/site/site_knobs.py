@@ -19,13 +19,13 @@ ASKED = (("lstm", 800, 20, 300, "float16", "sm_90a"), ("lstm", 1024, 128, 300, "
 def tasks() -> list:
     from ecornn.layer_spec import LayerSpec
     from ecornn.targets import resolve
-    from ecornn.task import make_task
+    from ecornn.task import adjoint_task, make_task
 
     made = []
     for cell, hidden, batch, seq, dtype, target in ASKED:
         layer = LayerSpec(cell, hidden, batch=batch, seq=seq, dtype=dtype)
         made.append(make_task(layer.loaded, layer.workload, resolve(target)))
-    return made
+    return [*made, *map(adjoint_task, made[3:4])]  # that of indrnn is affine in its past
 
 
 def page() -> str:

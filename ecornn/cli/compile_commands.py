@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.analysis.affine import Past
 from ecornn.cli.common import (
     PATH,
     PROPERTIES,
@@ -308,10 +307,11 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
         "shared_bytes": "{:,.0f} bytes of shared memory a block", "threads_of_a_call": "{:.0f} threads",
         "weight_bytes_of_a_thread": "{:,.0f} bytes of weights a thread"}
 
-PAST = {Past.UNREAD: "no later step reads it",
-        Past.AFFINE: "affine in its past, so that parts of a sequence can be computed side by side",
-        Past.NONLINEAR: "nonlinear in its unit's past alone, so one step after the other",
-        Past.COUPLED: "coupled with other units' past, so one step after the other"}
+# by the values of Past in ecornn/analysis/affine.py, whose import takes long
+PAST = {"unread": "no later step reads it",
+        "affine": "affine in its past, so that parts of a sequence can be computed side by side",
+        "nonlinear": "nonlinear in its unit's past alone, so one step after the other",
+        "coupled": "coupled with other units' past, so one step after the other"}
 
 
 @click.command(cls=GroupedCommand, epilog=EXPLAINING)
@@ -364,7 +364,7 @@ def _step(part: Part) -> Iterator[str]:
     if step.stays:
         yield f"  {', '.join(step.stays)} stays with the unit that owns it"
     for group in step.past:
-        yield f"  {', '.join(group.states)}: {PAST[Past(group.past)]}"
+        yield f"  {', '.join(group.states)}: {PAST[group.past]}"
     if step.weights:
         yield (f"  {step.weights:,} recurrent weights, {step.weight_bytes / 1e6:.3g} MB; "
                f"{step.multiplications / 1e6:.4g} million multiply-adds a step")

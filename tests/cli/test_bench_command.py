@@ -102,11 +102,11 @@ def test_a_module_alone_says_what_it_cannot_check(module: Path):
 
 def test_a_grid_goes_on_after_a_layer_that_fails(tmp_path: Path):
     grid, out = tmp_path / "grid.csv", tmp_path / "out.csv"
-    grid.write_text("cell,hidden,dtype,weights\n# two layers\nrnn_tanh,8,,int16\ngru,8,float16,\n")
+    grid.write_text("cell,hidden,dtype,weights\n# two layers\nrnn_tanh,8,,int16\ngru,8,float16,int16\n")
     said = run("--grid", str(grid), *SMALL, "--against", "none", "--csv", str(out), "--json", code=1)
     first, second = json.loads(said.stdout)["rows"]
     assert first["case"]["weights"] == "int16" and first["case"]["batch"] == 2 and first["us_per_step"]["ecornn"]
-    assert "float16" in second["failed"] and "[2/2] error: dtype='float16'" in said.stderr
+    assert "float16" in second["failed"] and "[2/2] error: weights='int16'" in said.stderr
     lines = list(csv.DictReader(out.read_text().splitlines()))
     assert [line["cell"] for line in lines] == ["rnn_tanh", "gru"] and float(lines[0]["ecornn_p99"]) > 0
     assert [case.cell for case in read_cases(out)] == ["rnn_tanh", "gru"]
