@@ -404,7 +404,7 @@ def test_an_argument_of_another_type_is_named(argument: str, value: Any, allowed
 
 
 def test_a_data_type_that_a_device_does_not_have_is_named():
-    with pytest.raises(DTypeError, match="^dtype='float64': expected one of float32, float16, bfloat16 on a GPU$"):
+    with pytest.raises(DTypeError, match=r"^dtype='float64': expected one of float32, float16, bfloat16 on a GPU$"):
         ecornn.compile("lstm", hidden=8, dtype="float64", target="sm_90a")
     with pytest.raises(DTypeError, match=r"^weights='int16': expected None with dtype float64"):
         ecornn.compile("lstm", hidden=8, dtype="float64", weights="int16", target="cpu")
