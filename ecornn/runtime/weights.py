@@ -105,11 +105,11 @@ class PackedWeights:
         parts = NEEDED | OPTIONAL if optional is None else OPTIONAL if optional else NEEDED
         self._pack_at(pointers, dtype, None, parts, stream)
 
-    def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
-        """Packs weights at addresses of a CPU, unchecked: contiguous, of the layer's type, in manifest order; only
+    def repack_here(self, pointers: Sequence[int], dtype: str, changed: Collection[int] | None = None) -> bool:
+        """Packs weights at addresses of a CPU, unchecked: contiguous, all of ``dtype``, in manifest order; only
         ``changed`` numbers again. False, and nothing done, where the module's code cannot pack all that it reads."""
         flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
-        return self._pack_at(pointers, self._manifest.workload.dtype, flags, NEEDED | OPTIONAL, 0)
+        return self._pack_at(pointers, dtype, flags, NEEDED | OPTIONAL, 0)
 
     def _pack_at(self, pointers: Sequence[int], dtype: str, flags: bytes | None, parts: int, stream: int) -> bool:
         at, kind, error = (ctypes.c_int64 * len(pointers))(*pointers), DLDataType(*DLPACK[dtype], 1), _Error()

@@ -92,26 +92,25 @@ class HostWeights:
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor], _: Shared) -> None:
         self._kind, self._layer = kind, layer
         self._parameters = [(p.name, torch.Size(p.shape)) for p in layer.manifest.parameters]
-        self._dtype = layer.manifest.workload.dtype
-        self._type = getattr(torch, self._dtype)
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, snapshot: Snapshot) -> None:
         """Packs weights, again those that have changed since the ``snapshot``; see :meth:`DeviceWeights.pack`."""
         names = {self._kind.names[n] for n in snapshot.changed(weights)}
         numbers = [n for n, (name, _) in enumerate(self._parameters) if name in names]
         dtype, pointers, _kept = self.readable(weights)
-        if not dtype or not self._layer.repack_here(pointers, numbers):
+        if not dtype or not self._layer.repack_here(pointers, dtype, numbers):
             self._layer.repack(self._kind.parameters(weights))
 
     def readable(self, weights: Sequence[torch.Tensor]) -> tuple[str, list[int], Any]:
         """See :meth:`DeviceWeights.readable`."""
         known = self._kind.parameters(weights)
         tensors = [known[name] for name, _ in self._parameters]
-        plain = all(w.shape == shape and w.dtype == self._type and w.is_cpu and w.is_contiguous() and not w.is_neg()
+        kind = tensors[0].dtype
+        plain = all(w.shape == shape and w.dtype == kind and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
         pointers = [address(w) for w in tensors] if plain else [0]  # 0: it has no memory
         # no module's code packs float64
-        return self._dtype if all(pointers) and self._type is not torch.float64 else "", pointers, tensors
+        return NAMES[kind] if all(pointers) and kind is not torch.float64 else "", pointers, tensors
 
     def pack_for_states(self) -> None:
         """Does nothing: no weights wait."""

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ecornn.cells import get
-from ecornn.cells.tangent import Tangent
 from ecornn.errors import CellError, DerivativeError, ScheduleError
 from ecornn.torch.compiling import KEPT
 from ecornn.torch.kind import Kind, keeping, kind_of, name_of
+
+if TYPE_CHECKING:
+    from ecornn.cells.tangent import Tangent
 
 Tensors = Sequence[torch.Tensor]
 
@@ -103,6 +105,8 @@ def _refusing(kind: Kind) -> Iterator[None]:
 @lru_cache(maxsize=256)
 def _layers(kind: Kind) -> list[tuple[Tangent, Kind]]:
     """The tangent cell of each layer, and its kind."""
+    from ecornn.cells.tangent import Tangent
+
     base, layers = get(kind.cell), []
     for layer in range(kind.layers):
         cell = Tangent(base, kind.directions * kind.hidden if layer else kind.input, kind.hidden)

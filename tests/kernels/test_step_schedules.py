@@ -189,8 +189,8 @@ def test_every_schedule_of_a_gpu_estimates_times(name):
     schedule, times = all_schedules()[name], []
     steps, sizes = 8 if name == "whole_step" else 10, ((64, 1), (256, 16), (800, 20))
     for hidden, batch in ((16, 1), (64, 32), (128, 5000)) if name == "persistent_block" else sizes:
-        task = task_of("indrnn" if name == "elementwise" else "lstm", (steps, batch, hidden, hidden), "float16",
-                       KNOWN["sm_90a"])
+        cell = {"elementwise": "indrnn", "scan": "leaky"}.get(name, "lstm")
+        task = task_of(cell, (steps, batch, hidden, hidden), "float16", KNOWN["sm_90a"])
         assert schedule.serves(task) is None
         times.append(schedule.features(task, schedule.plan(task, schedule.default(task)))["estimate"])
     assert all(10 < ns < 1e6 for ns in times) and times == sorted(times)

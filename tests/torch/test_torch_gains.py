@@ -23,7 +23,7 @@ def test_a_report_says_what_layers_like_a_swapped_one_gained(monkeypatch: pytest
              ("cpu", "GRUCell", "float32", "training", 100, 1.5)]
     monkeypatch.setattr(table, "rows", lambda: tuple(table.Row(*row) for row in rows))
     model = torch.nn.ModuleDict({"lstm": torch.nn.LSTM(3, 100), "cell": torch.nn.GRUCell(3, 90),
-                                 "large": torch.nn.LSTM(3, 300), "short": torch.nn.LSTM(3, 100).half()})
+                                 "large": torch.nn.LSTM(3, 300), "short": torch.nn.LSTM(3, 100).to(torch.float8_e5m2)})
     report = ecornn.torch.replace(model)
     assert report.expected == {
         "lstm": "measured layers like it gain 1.3 to 3.1x in inference (3), 1.0x in training (1)",
