@@ -125,7 +125,7 @@ def test_changed_weights_are_packed_again(dtype):
     """By the module's own code, which copies 16-bit weights to their places, as by the one that packs them first."""
     torch.manual_seed(0)
     kind, x = getattr(torch, dtype), torch.randn(3, 5, 33).to(getattr(torch, dtype))
-    layer, fresh = (torch.nn.LSTM(33, 40, num_layers=2, bidirectional=True).to(kind) for _ in range(2))
+    layer, fresh = (torch.nn.LSTM(33, 40).to(kind) for _ in range(2))
     for one in (layer, fresh):
         ecornn.torch.replace(one, wait=True)
     layer(x)[0].sum().backward()

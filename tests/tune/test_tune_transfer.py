@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import step_cells
 from smaller_matrices import BlockRNN
 from test_tune_lookup import SCHEDULE, log_of, trial
 from test_tune_oracle import Scaled
@@ -209,6 +210,7 @@ def test_a_schedule_says_its_latest_generation():
              for cell, hidden, batch in sizes]
     heads = BlockRNN(4)
     tasks.append(make_task(heads, Workload(heads.identity(), 64, 64, 64, 100, "float16"), resolve("sm_90a")))
+    tasks.append(make_task(step_cells.CELLS["leaky"], Workload("leaky", 64, 64, 2, 100, "float16"), resolve("sm_90a")))
     for schedule in all_schedules().values():
         if schedule.kind == "cuda":
             found = {schedule.generation(task) for task in tasks if schedule.serves(task) is None}
