@@ -70,14 +70,14 @@ def row_of(name: str, size: tuple[int, int, int, int], train: bool, repeats: int
 
 def main() -> None:
     arguments = options(__doc__, repeats=(15, "turns of all sides")).parse_args()
-    rows = []
+    rows, about = [], environment() | {"threads": len(os.sched_getaffinity(0)), "torch": torch.__version__}
     for train in (False, True):
         for layer in LAYERS:
             rows.append(row_of(*layer, train, arguments.repeats))
             print(rows[-1], flush=True)
+            write(arguments.output, about, rows)
         for over in ("torch/ecornn", "float32/ecornn"):
             print(over, statistics.geometric_mean(row[over] for row in rows[-len(LAYERS):]), flush=True)
-    write(arguments.output, environment() | {"threads": len(os.sched_getaffinity(0)), "torch": torch.__version__}, rows)
 
 
 if __name__ == "__main__":

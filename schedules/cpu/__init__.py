@@ -96,7 +96,7 @@ class CPUSequence(Schedule[Shape]):
                                     PAIRS if pay and any(gates) and not head else (0,), bool(prefix), head)
 
         phases = [len(p.products) for p in graph.phases if p.products] or [0]
-        if by_matrix := tiling.matrix_pays(task):
+        if by_matrix := tiling.matrix_pays(task) and workload.batch >= tiling.LEAST_ROWS:
             rows, columns, gates = tiling.matrix_tile(workload.batch, max(phases), tiling.head_vectors(task))
             project_rows, project_columns, project_gates = tiling.matrix_tile(
                 workload.batch * workload.seq, max(1, len(graph.hoisted_products)))

@@ -142,6 +142,7 @@ def column_choices(device: Device, gates: int, workload: Workload) -> tuple[int,
     return tuple(gates * v for v in VECTORS if v == 1 or (gates * v <= registers_of(device) // 2 and v <= most))
 
 
+LEAST_ROWS = 3  # of a batch that the matrix unit multiplies: of one row vector registers take 0.6 times as long
 PAIRS = (0, 3, 4)
 PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
 # cycles to copy the operand for pairs: of a vector, of a row, and of the barrier behind it
