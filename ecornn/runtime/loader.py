@@ -128,7 +128,7 @@ class Module:
         check_host(self.manifest.device, device)
         if self.manifest.workload.dtype == "bfloat16" and TILES in self.manifest.device.features and not permit_tiles():
             raise ModuleError("the module uses the tile registers of AMX, which Linux does not let this process have: "
-                              "compile it with config={'matrix': 0}")
+                              "compile the layer in float32 or float16")
         if self.manifest.device.kind == "cuda":
             if threads is not None:
                 raise ArgumentError("threads", threads, "None: the module runs on a GPU")

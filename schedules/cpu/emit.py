@@ -125,9 +125,10 @@ class Emitter:
     def number(self, value: float, dtype: str | None = None) -> Expr:
         return self.tirx.const(value, dtype or self.real)
 
-    def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
-        scalar = self.number(value, dtype) if isinstance(value, (int, float)) else value
-        return self.tirx.Broadcast(scalar, self.lanes) if self.lanes > 1 else scalar
+    def splat(self, value: Expr | float, dtype: str | None = None, lanes: int = 0) -> Expr:
+        """A vector of one value; ``lanes`` 0: of the emitter's."""
+        scalar, lanes = self.number(value, dtype) if isinstance(value, (int, float)) else value, lanes or self.lanes
+        return self.tirx.Broadcast(scalar, lanes) if lanes > 1 else scalar
 
     def type_of(self, scalar: Expr) -> str:
         """The type that a scalar of the cell has here: what it calls float32 is the layer's."""
@@ -167,7 +168,7 @@ class Emitter:
             return value
         if kind == "float16":
             return self.tirx.Cast(vector_of("float32", lanes), value)
-        bits = self.tirx.Cast(vector_of("uint32", lanes), value) << self.all(16, "uint32", lanes)
+        bits = self.tirx.Cast(vector_of("uint32", lanes), value) << self.splat(16, "uint32", lanes)
         return self.tirx.reinterpret(vector_of("float32", lanes), bits)
 
     def narrowed(self, buffer: TirBuffer, value: Expr, lanes: int) -> Expr:
@@ -177,21 +178,17 @@ class Emitter:
             return value
         if kind == "float16":
             return self.tirx.Cast(vector_of("float16", lanes), value)
-        return self.tirx.Cast(vector_of("uint16", lanes), self.rounded(value, lanes) >> self.all(16, "uint32", lanes))
+        return self.tirx.Cast(vector_of("uint16", lanes), self.rounded(value, lanes) >> self.splat(16, "uint32", lanes))
 
     def rounded(self, value: Expr, lanes: int) -> Expr:
         """Bits whose upper half is a float32 value in bfloat16."""
         bits = self.let("bits", self.tirx.reinterpret(vector_of("uint32", lanes), self.let("number", value)))
-        one = self.all(1, "uint32", lanes)
-        rounded = bits + self.all(0x7FFF, "uint32", lanes) + (bits >> self.all(16, "uint32", lanes) & one)
+        one = self.splat(1, "uint32", lanes)
+        rounded = bits + self.splat(0x7FFF, "uint32", lanes) + (bits >> self.splat(16, "uint32", lanes) & one)
         # NaN has the largest bits, which must not become zero. TVM takes floats to be equal to themselves
-        size = bits & self.all(0x7FFFFFFF, "uint32", lanes)
-        return self.let("rounded", self.tirx.Select(size <= self.all(0x7F800000, "uint32", lanes), rounded,
-                                                     bits | self.all(0x400000, "uint32", lanes)))
-
-    def all(self, value: int, dtype: str, lanes: int) -> Expr:
-        constant = self.tirx.const(value, dtype)
-        return self.tirx.Broadcast(constant, lanes) if lanes > 1 else constant
+        size = bits & self.splat(0x7FFFFFFF, "uint32", lanes)
+        return self.let("rounded", self.tirx.Select(size <= self.splat(0x7F800000, "uint32", lanes), rounded,
+                                                     bits | self.splat(0x400000, "uint32", lanes)))
 
     def prefetch(self, buffer: TirBuffer, index: Expr | int) -> None:
         """Asks for the cache line of an element, which need not exist."""

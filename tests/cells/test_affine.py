@@ -67,6 +67,7 @@ def test_composed_maps_are_the_steps(seed: int):
     assert 1 <= len(maps_of(graph)) <= 2
     _, last = interpret(cell, x, parameters, states)
     for found, wanted in zip(maps_in_time(graph, x, parameters, states), last, strict=True):
+        # float64: products of many maps are rounded otherwise than steps
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
 
 

@@ -67,9 +67,11 @@ def test_tangents_are_differences(name: str) -> None:
     y, count = np.split(y, 2, -1), len(cell.states)
     found = [*np.split(y[1], len(cell.output_names()), -1), *last[count:]]
     for value, same in zip(moved(0.0), [*np.split(y[0], len(cell.output_names()), -1), *last[:count]], strict=True):
+        # float64: a tangent cell has the same values, of regrouped sums
         np.testing.assert_allclose(same, value, rtol=1e-12, atol=1e-12)
     for value, ahead, behind in zip(found, moved(STEP), moved(-STEP), strict=True):
         wanted = (ahead - behind) / (2 * STEP)
+        # a central difference is off by the third derivative, and by roundings over its step
         np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6 * (1 + np.abs(wanted).max()))
     graph = analyse(tangent, tangent.row_width(2 * width, hidden), hidden)  # which a schedule takes
     assert len(graph.states) == 2 * count

@@ -202,6 +202,7 @@ def test_a_search_finds_words_of_pages_and_nothing_of_notes_and_changes(site: Pa
                                               ("quantize", "TRAINING"), ("surrogate", "CELLS")])
 def test_the_search_of_a_page_in_a_folder_shows(site: Path, word: str, wanted: str):
     if chromium.program() is None:
+        # optional: the test before it reads the search's index without a browser
         pytest.skip("there is no Chromium here, and only a browser runs the search's JavaScript")
     page = chromium.run("--virtual-time-budget=20000", "--dump-dom", f"{(site / 'index.html').as_uri()}?q={word}")
     shown = re.findall(r'<a href="([^"]*)" class="md-search-result__link', page)

@@ -29,7 +29,7 @@ CASES = [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "rnn_tanh"
 
 @pytest.mark.parametrize("name", CASES)
 def test_derivatives_are_differences(name: str) -> None:
-    """Of y and the last states, by x, first states, weights and sequences beside x."""
+    """Derivatives of y and the last states by x, first states, weights and sequences beside x are differences."""
     rng, cell = np.random.default_rng(3), CELLS.get(name, name)
     hidden = getattr(cell, "hidden", 4)
     width = hidden if getattr(cell, "square", False) else 3
@@ -85,6 +85,7 @@ def test_gradient_penalties_are_those_of_torch(name: str, options: Any, packs: b
         found, again, wanted = (penalty(layer, x, state, packs) for layer in (ours, ours, theirs))
         assert all(map(torch.equal, found, again))
         for value, exact in zip(found, wanted, strict=True):
+            # float64, which other orders of sums and of second derivatives round differently
             torch.testing.assert_close(value, exact, rtol=1e-9, atol=1e-10)
 
 
@@ -112,6 +113,7 @@ def test_transforms_of_third_order() -> None:
                 third(second(grad(loss), v), u) for second in (ahead, back) for third in (ahead, back)),
             grad(ahead(ahead(loss, v), u)), ahead(grad(ahead(loss, v)), u)))])
     for value, wanted in zip(*found, strict=True):
+        # float64, rounded in three orders of derivatives
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
     def at_x(x: Any) -> Any:
         return jvp(lambda x: ours(x)[0], (x,), (v,))[1]
@@ -141,6 +143,7 @@ def test_derivatives_that_a_cell_says() -> None:
         seconds.append([*firsts, *torch.autograd.grad(sum(g.square().sum() for g in firsts), at)])
     assert all(g.abs().max() > 0 for g in seconds[0])
     for value, wanted in zip(*seconds, strict=True):
+        # float64; entries that cancel are rounded as the sums that they are left of
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-10)
     with pytest.raises(DerivativeError, match="says its own derivatives"):
         jvp(grad(lambda x: layer(x)[0].square().sum()), (x,), (x,))
